@@ -1,0 +1,232 @@
+"""What a run was asked to do: one frozen dataclass, and how its values come together.
+
+Order of sources: command-line option, PREFILL_SCORE_* variable, prefill-score.toml (or [tool.prefill-score] of a
+pyproject.toml, or the file that --config names), default. Keys are the long option names; `top_k` and `top-k` are the
+same key. A relative path in a file is relative to that file, so that a scheduler may start the command anywhere.
+"""
+
+import os
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from prefill_cli.errors import UsageError, nearest
+
+ENV_PREFIX = "PREFILL_SCORE_"
+NOT_OPTIONS = frozenset({"PREFILL_SCORE_DEBUG"})  # a switch for developers, not a key
+CONFIG_NAMES = ("prefill-score.toml", "pyproject.toml")
+
+# Fields with this metadata change speed, display or permission, never the answer: the fingerprint leaves them out.
+NOT_IN_ANSWER = {"answer": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Every option of `prefill-score run`, validated. Field names are the option names.
+
+    Raises:
+        UsageError: a value is out of range, or two options contradict each other.
+    """
+
+    inputs: tuple[str, ...] = field(metadata=NOT_IN_ANSWER)  # the files found there are in the fingerprint instead
+    output: Path | None = field(default=None, metadata=NOT_IN_ANSWER)
+    model: str = field(default="", metadata=NOT_IN_ANSWER)  # digests stand in the fingerprint for these three
+    revision: str | None = field(default=None, metadata=NOT_IN_ANSWER)
+    items: Path | None = field(default=None, metadata=NOT_IN_ANSWER)
+    item_ids: Path | None = field(default=None, metadata=NOT_IN_ANSWER)
+    item_id_column: str = "item_id"
+    embedding_column: str = "embedding"
+    top_k: int = 100
+
+    id_column: str = "user_id"
+    prompt_column: str = "prompt"
+    messages_column: str | None = None
+    token_ids_column: str | None = None
+    keep_columns: tuple[str, ...] = ()
+
+    prefix: str = ""
+    generation_prompt: bool = True
+    max_length: int | None = None  # tokens; None: the model's, or the tokenizer's if lower
+    truncate: Literal["left", "right", "reject"] = "left"
+    keep_head: int = 0  # tokens
+    append_eos: bool = False
+    plain_special_tokens: bool = False
+
+    pooling: Literal["auto", "last", "mean", "first"] = "auto"
+    dims: int | None = None
+    normalize: bool = False
+
+    score: Literal["dot", "cosine"] = "dot"
+    item_bias_column: str | None = None
+    bad_items: Literal["fail", "drop"] = "fail"
+    strict_provenance: bool = field(default=False, metadata=NOT_IN_ANSWER)
+    exclude_column: str | None = None
+    candidates_column: str | None = None
+    allow: Path | None = field(default=None, metadata=NOT_IN_ANSWER)  # digests again
+    deny: Path | None = field(default=None, metadata=NOT_IN_ANSWER)
+
+    layout: Literal["nested", "long"] = "nested"
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_batch_tokens: int | None = field(default=None, metadata=NOT_IN_ANSWER)  # padded cells; None: auto
+    shard_rows: int = 16_384
+    max_rejects: str = field(default="1%", metadata=NOT_IN_ANSWER)
+    overwrite: bool = field(default=False, metadata=NOT_IN_ANSWER)
+    offline: bool = field(default=False, metadata=NOT_IN_ANSWER)
+    trust_remote_code: bool = False
+    json: bool = field(default=False, metadata=NOT_IN_ANSWER)
+    quiet: bool = field(default=False, metadata=NOT_IN_ANSWER)
+    log_format: Literal["text", "json"] = field(default="text", metadata=NOT_IN_ANSWER)
+
+    def __post_init__(self) -> None:
+        for name in ("top_k", "max_length", "dims", "max_batch_tokens", "shard_rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{option(name)} must be at least 1, not {value}")
+        if self.keep_head < 0:
+            raise UsageError(f"--keep-head must not be negative, but is {self.keep_head}")
+        if self.keep_head and self.truncate != "left":
+            raise UsageError(f"--keep-head needs --truncate left, not {self.truncate}: only then is the middle cut out")
+        if self.messages_column and self.token_ids_column:
+            raise UsageError("--messages-column and --token-ids-column exclude each other: a row has one prompt")
+        ready_made = self.messages_column or self.token_ids_column
+        if self.prefix and ready_made:
+            raise UsageError(f"--prefix is joined to prompt text; column {ready_made!r} is not text")
+        if self.append_eos and self.token_ids_column:
+            raise UsageError("--append-eos with --token-ids-column: ready-made token ids are used as they are")
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
+            raise UsageError(f"--device must be auto, cpu, cuda, cuda:N or mps, not {self.device!r}")
+        self.allowed_rejects(0)
+
+    @property
+    def text_column(self) -> str:
+        """The column that holds the prompt, in whichever of its three forms."""
+        return self.messages_column or self.token_ids_column or self.prompt_column
+
+    def allowed_rejects(self, rows: int) -> int:
+        """How many of `rows` input rows may be rejected before nothing is published."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(%?)", self.max_rejects.strip())
+        if not match or (not match[2] and "." in match[1]) or (match[2] and float(match[1]) > 100):
+            raise UsageError(f"--max-rejects must be a number of rows or a share like 2%, not {self.max_rejects!r}")
+        return int(rows * float(match[1]) / 100) if match[2] else int(match[1])
+
+    def answer_options(self) -> dict[str, Any]:
+        """The options that change the answer, as plain values; the files they name are digested elsewhere."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("answer", True)}
+
+    def as_dict(self) -> dict[str, Any]:
+        """All options as JSON values, for the manifest."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {k: str(v) if isinstance(v, Path) else list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+def option(name: str) -> str:
+    """The command-line spelling of a field: `top_k` → `--top-k`."""
+    return "--" + name.replace("_", "-")
+
+
+def resolve(
+    given: Mapping[str, Any], config_file: Path | None = None, environ: Mapping[str, str] | None = None
+) -> RunConfig:
+    """Options from every source, the strongest first, as one RunConfig.
+
+    `given` holds what the command line said; a value of None means that it said nothing.
+
+    Raises:
+        UsageError: unknown key, value of the wrong type, missing model or items, contradiction.
+    """
+    values = _from_file(config_file) | _from_environment(os.environ if environ is None else environ)
+    values |= {k: _convert(k, v, f"option {option(k)}") for k, v in given.items() if v is not None}
+    for name, short in (("model", "-m"), ("items", "-i")):
+        if not values.get(name):
+            raise UsageError(f"no {option(name)}: give {short} on the command line or {name} in {CONFIG_NAMES[0]}")
+    return RunConfig(**values)
+
+
+def _keys() -> dict[str, Any]:
+    """Settable fields and their types; the inputs come from the command line alone."""
+    hints = typing.get_type_hints(RunConfig)
+    return {f.name: hints[f.name] for f in fields(RunConfig) if f.name != "inputs"}
+
+
+def _from_file(config_file: Path | None) -> dict[str, Any]:
+    path, table = _find_table(config_file)
+    values = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in _keys():
+            raise UsageError(f"{path}: unknown key {key!r}{nearest(name, _keys())}")
+        values[name] = _convert(name, value, f"{path}: key {key!r}", path.parent)
+    return values
+
+
+def _find_table(config_file: Path | None) -> tuple[Path, dict[str, Any]]:
+    candidates = (config_file,) if config_file else tuple(map(Path, CONFIG_NAMES))
+    for path in candidates:
+        try:
+            with path.open("rb") as file:
+                table = tomllib.load(file)
+        except FileNotFoundError:
+            if config_file:
+                raise UsageError(f"--config {path}: no such file") from None
+            continue
+        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise UsageError(f"{path}: not readable as TOML: {error}") from None
+        if path.name == "pyproject.toml":
+            table = table.get("tool", {}).get("prefill-score", {})
+        if table or config_file:
+            return path, table
+    return Path(), {}
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    values = {}
+    for variable, value in environ.items():
+        if variable.startswith(ENV_PREFIX) and variable not in NOT_OPTIONS:
+            name = variable.removeprefix(ENV_PREFIX).lower()
+            if name not in _keys():
+                names = [ENV_PREFIX + key.upper() for key in _keys()]
+                raise UsageError(f"unknown environment variable {variable}{nearest(variable, names)}")
+            values[name] = _convert(name, value, f"environment variable {variable}")
+    return values
+
+
+def _convert(name: str, value: Any, where: str, base: Path | None = None) -> Any:
+    """A value from any source, in the type of its field; `where` names the source in the error."""
+    if name == "inputs":
+        return tuple(value)
+    kind, choices = _keys()[name], ()
+    if isinstance(kind, types.UnionType):  # X | None: the field's own None is "not given"
+        kind = next(a for a in typing.get_args(kind) if a is not type(None))
+    if typing.get_origin(kind) is Literal:
+        kind, choices = str, typing.get_args(kind)
+    if name == "max_batch_tokens" and value == "auto":
+        return None
+    if name == "max_rejects" and type(value) is int:
+        value = str(value)
+    if typing.get_origin(kind) is tuple:
+        parts = value.split(",") if isinstance(value, str) else value
+        if not isinstance(parts, list | tuple) or not all(isinstance(p, str) and p.strip() for p in parts):
+            raise UsageError(f"{where}: expected column names, not {value!r}")
+        return tuple(p.strip() for p in parts)
+    if kind is bool and isinstance(value, str):
+        value = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}.get(
+            value.strip().lower(), value
+        )
+    if kind is int and isinstance(value, str) and re.fullmatch(r"\s*[+-]?\d+\s*", value):
+        value = int(value)
+    if kind is Path and isinstance(value, str | Path) and str(value):
+        return (base or Path()) / value
+    if type(value) is not kind:
+        expected = {int: "a whole number", bool: "true or false", Path: "a path", str: "text"}[kind]
+        raise UsageError(f"{where}: expected {expected}, not {value!r}")
+    if choices and value not in choices:
+        raise UsageError(f"{where}: must be {', '.join(choices[:-1])} or {choices[-1]}, not {value!r}")
+    if name == "model" and base and (base / value).is_dir():  # a folder beside the file, else a hub name
+        return str(base / value)
+    return value

@@ -1,0 +1,272 @@
+"""From what the user named to a plan: which files, which columns with which types, which shards.
+
+Every footer is read and all schemas are reconciled here, before a model is loaded. Files come in the order given, those
+of a folder or glob in natural order (part-2 before part-10). Names that start with "." or "_" are skipped inside folders,
+as Spark, Hive and Arrow do. Hive folder names (`country=BR`) serve as text columns for --keep-columns alone.
+"""
+
+import glob
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from prefill_cli.config import RunConfig
+from prefill_cli.data.arrow import is_list, is_text, plain_type
+from prefill_cli.errors import InputError, UsageError, nearest
+
+log = logging.getLogger(__name__)
+PARQUET_SUFFIXES = (".parquet", ".parq", ".pq")
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One Parquet file as its footer described it."""
+
+    path: str  # as found from what the user typed; rejects and manifest say the same
+    group_rows: tuple[int, ...]  # rows of each row group
+    schema: pa.Schema
+    size_bytes: int
+    mtime_ns: int
+    footer_sha256: str
+
+    @property
+    def rows(self) -> int:
+        return sum(self.group_rows)
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What has to be the same for the file to be the same."""
+        return {
+            "path": self.path,
+            "rows": self.rows,
+            "size_bytes": self.size_bytes,
+            "mtime_ns": self.mtime_ns,
+            "footer_sha256": self.footer_sha256,
+        }
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A fixed run of input rows: `rows` of them from `start`, counted over all files in order."""
+
+    index: int
+    start: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class InputPlan:
+    """All files and the types that their columns were reconciled to.
+
+    `id_type` and `kept` are the types of the output; `id_type` may be null where a column holds nothing else.
+    """
+
+    files: tuple[InputFile, ...]
+    id_type: pa.DataType
+    kept: tuple[pa.Field, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(f.rows for f in self.files)
+
+    def shards(self, shard_rows: int) -> list[Shard]:
+        """At least one, so that an input of zero rows still makes a part with a schema."""
+        starts = range(0, max(self.rows, 1), shard_rows)
+        return [Shard(i, start, min(shard_rows, self.rows - start)) for i, start in enumerate(starts)]
+
+
+def plan_inputs(config: RunConfig) -> InputPlan:
+    """Find the input files, read their footers and reconcile the columns that the run uses.
+
+    Raises:
+        InputError: nothing found, unreadable file, missing column, types that do not go together.
+    """
+    with ThreadPoolExecutor(8) as pool:
+        files = tuple(pool.map(read_footer, find_files(config.inputs)))
+    id_type = _reconcile(files, config.id_column, "an id", _is_id)
+    if config.messages_column:
+        _reconcile(files, config.messages_column, "chat messages (a list of role and content)", _is_messages)
+    elif config.token_ids_column:
+        _reconcile(files, config.token_ids_column, "token ids (a list of integers)", _is_token_ids)
+    else:
+        _reconcile(files, config.prompt_column, "prompt text", is_text)
+    for name in (config.exclude_column, config.candidates_column):
+        if name:
+            _reconcile(files, name, "a list of item ids", is_list)
+    kept = tuple(pa.field(c, _reconcile(files, c, "a kept column", lambda _: True)) for c in config.keep_columns)
+    return InputPlan(files, id_type, kept)
+
+
+def find_files(inputs: Iterable[str]) -> list[str]:
+    """Paths of all Parquet files that `inputs` (files, folders, globs, file:// URIs) stand for, each once."""
+    found: dict[str, str] = {}
+    for text in inputs:
+        for path in _expand(text):
+            if found.setdefault(os.path.realpath(path), path) != path:
+                log.warning("%s was named twice and is read once", path)
+    return list(found.values())
+
+
+def _expand(text: str) -> list[str]:
+    path = local_path(text)
+    if os.path.isdir(path):
+        files = [p for p in _walk(path) if p.endswith(PARQUET_SUFFIXES)]
+        if not files:
+            raise InputError(f"{text}: the folder holds no Parquet file ({', '.join(PARQUET_SUFFIXES)})")
+        return files
+    if os.path.exists(path):
+        return [path]
+    if glob.has_magic(path):
+        matches = sorted(glob.glob(path, recursive=True), key=natural)
+        # A glob that matches a folder means the files in it; a hidden name must be spelled out to be meant.
+        files = [f for m in matches for f in (_expand(m) if os.path.isdir(m) else [m]) if not _hidden(m)]
+        if not files:
+            raise InputError(f"no file matches {text!r}")
+        return files
+    parent = os.path.dirname(path) or "."
+    names = os.listdir(parent) if os.path.isdir(parent) else []
+    close = nearest(os.path.basename(path), [n for n in names if n.endswith(PARQUET_SUFFIXES)])
+    raise InputError(f"{text}: no such file or folder{close}")
+
+
+def local_path(text: str) -> str:
+    """The file system path of a plain path or a file:// URI.
+
+    Raises:
+        UsageError: another scheme.
+    """
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+)://", text)
+    if not scheme:
+        return text
+    if scheme[1].lower() != "file":
+        raise UsageError(f"{text}: inputs are read from this machine's file systems; {scheme[1]}:// is not one of them")
+    return unquote(urlsplit(text).path)
+
+
+def _hidden(path: str) -> bool:
+    return os.path.basename(path).startswith((".", "_"))
+
+
+def _walk(folder: str) -> Iterator[str]:
+    for entry in sorted(os.scandir(folder), key=lambda e: natural(e.name)):
+        if not _hidden(entry.name):
+            if entry.is_dir():
+                yield from _walk(entry.path)
+            else:
+                yield entry.path
+
+
+def natural(name: str) -> list[tuple[int, int | str]]:
+    """Sort key under which part-2 comes before part-10."""
+    return [(0, int(piece)) if piece.isdigit() else (1, piece) for piece in re.split(r"([0-9]+)", name) if piece]
+
+
+def read_footer(path: str) -> InputFile:
+    """Schema, row groups and identity of one Parquet file.
+
+    Raises:
+        InputError: it cannot be opened, or is not Parquet.
+    """
+    try:
+        with open(path, "rb") as file:
+            stat = os.fstat(file.fileno())
+            if stat.st_size == 0:
+                raise InputError(f"{path}: the file is empty (0 bytes); was it still being written?")
+            file.seek(max(0, stat.st_size - 8))
+            tail = file.read(8)
+            footer_bytes = int.from_bytes(tail[:4], "little")
+            file.seek(max(0, stat.st_size - 8 - footer_bytes))
+            digest = hashlib.sha256(file.read(footer_bytes + 8)).hexdigest()
+            metadata = pq.read_metadata(file)
+            schema = metadata.schema.to_arrow_schema()
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{path}: not readable as Parquet: {first_line(error)}") from None
+    groups = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
+    return InputFile(path, groups, schema, stat.st_size, stat.st_mtime_ns, digest)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, which for Arrow is the sentence and for the rest hints."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def hive_columns(path: str) -> dict[str, str]:
+    """`.../country=BR/day=03/x.parquet` → {'country': 'BR', 'day': '03'}; values stay text."""
+    pairs = (part.partition("=") for part in Path(path).parts[:-1] if "=" in part)
+    return {key: unquote(value) for key, _, value in pairs if key}
+
+
+def _reconcile(files: tuple[InputFile, ...], name: str, what: str, fits: "Fits") -> pa.DataType:
+    """The one type that column `name` has in all files, dictionaries decoded and null columns ignored.
+
+    Text kinds and integer widths may differ between files; the wider one is taken.
+    """
+    merged, source = pa.null(), ""
+    for file in files:
+        columns = file.schema.names
+        if columns.count(name) > 1:
+            raise InputError(f"{file.path}: column {name!r} stands in the schema more than once")
+        if name in columns:
+            kind = plain_type(file.schema.field(name).type)
+        elif what == "a kept column" and name in hive_columns(file.path):
+            kind = pa.string()
+        else:
+            raise InputError(f"{file.path}: no column {name!r}{nearest(name, columns)}")
+        if not pa.types.is_null(kind) and not fits(kind):
+            raise InputError(f"{file.path}: column {name!r} is {kind}, which is not {what}")
+        wider = _wider(merged, kind)
+        if wider is None:
+            raise InputError(f"column {name!r} is {merged} in {source} but {kind} in {file.path}")
+        if wider != merged:
+            merged, source = wider, file.path
+    return merged
+
+
+def _wider(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
+    if a == b or pa.types.is_null(b):
+        return a
+    if pa.types.is_null(a):
+        return b
+    if is_text(a) and is_text(b):
+        return pa.large_string()
+    if is_list(a) and is_list(b):
+        inner = _wider(plain_type(a.value_type), plain_type(b.value_type))
+        return None if inner is None else pa.large_list(inner)
+    if pa.types.is_integer(a) and pa.types.is_integer(b):
+        for kind in (pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()):
+            if all(_holds(kind, other) for other in (a, b)):
+                return kind
+    return None
+
+
+def _holds(kind: pa.DataType, other: pa.DataType) -> bool:
+    signed, other_signed = pa.types.is_signed_integer(kind), pa.types.is_signed_integer(other)
+    if signed == other_signed:
+        return kind.bit_width >= other.bit_width
+    return signed and kind.bit_width > other.bit_width
+
+
+def _is_id(kind: pa.DataType) -> bool:
+    checks = (pa.types.is_integer, is_text, pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view,
+              pa.types.is_fixed_size_binary, pa.types.is_date)
+    return any(check(kind) for check in checks)
+
+
+def _is_token_ids(kind: pa.DataType) -> bool:
+    return is_list(kind) and (pa.types.is_integer(kind.value_type) or pa.types.is_null(kind.value_type))
+
+
+def _is_messages(kind: pa.DataType) -> bool:
+    if not is_list(kind) or not pa.types.is_struct(kind.value_type):
+        return False
+    names = [kind.value_type.field(i).name for i in range(kind.value_type.num_fields)]
+    return {"role", "content"} <= set(names)

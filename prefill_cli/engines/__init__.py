@@ -1,0 +1,1 @@
+"""Who runs which shard. An engine knows nothing of what is in one."""

@@ -1,0 +1,76 @@
+"""Everything that can go wrong, by who must act, with one exit code each.
+
+PrefillScoreError        1   a bug of ours, if it ever surfaces as itself
+├── UsageError           2   whoever wrote the command line, the environment or prefill-score.toml
+├── InputError           3   whoever makes the prompts (also exclude and candidates columns)
+├── ItemsError           4   whoever makes the item embeddings
+├── ModelError           5   whoever makes or places the model
+├── OutputError          6   whoever owns the output folder and its disk
+├── TooManyRejects       7   whoever makes the prompts; the work done is kept
+└── Interrupted      128+n   nobody: signal n ended the run, the same command line goes on
+
+A message is one sentence or two that say what is wrong, where, and what to do. It never holds a prompt's text.
+"""
+
+import difflib
+import signal
+from collections.abc import Iterable
+
+
+class PrefillScoreError(Exception):
+    """Base of every error that prefill-score raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(PrefillScoreError):
+    """An option, variable or configuration key is wrong, or two of them contradict each other."""
+
+    exit_code = 2
+
+
+class InputError(PrefillScoreError):
+    """An input is missing, unreadable, lacks a column, or has one of the wrong type."""
+
+    exit_code = 3
+
+
+class ItemsError(PrefillScoreError):
+    """The item embeddings (or a list of item ids) cannot be used as they are."""
+
+    exit_code = 4
+
+
+class ModelError(PrefillScoreError):
+    """The model is missing, incomplete, would run code of its own, or does not fit the memory."""
+
+    exit_code = 5
+
+
+class OutputError(PrefillScoreError):
+    """The output cannot be written, is locked, or belongs to something else."""
+
+    exit_code = 6
+
+
+class TooManyRejects(PrefillScoreError):
+    """More input rows were rejected than --max-rejects allows; nothing was published."""
+
+    exit_code = 7
+
+
+class Interrupted(PrefillScoreError):
+    """A signal ended the run."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}; the same command line goes on where this one ended")
+        self.exit_code = 128 + signum
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """' (did you mean X?)' for the closest of the known names, or a list of them where none is close."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if close:
+        return f" (did you mean {close[0]!r}?)"
+    return f" (there are: {', '.join(names[:12])}{', …' if len(names) > 12 else ''})" if names else ""

@@ -1,0 +1,1 @@
+"""Vectors → exact top-k item rows. Knows nothing of prompts or the model."""
