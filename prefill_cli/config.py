@@ -131,20 +131,24 @@ def option(name: str) -> str:
 
 
 def resolve(
-    given: Mapping[str, Any], config_file: Path | None = None, environ: Mapping[str, str] | None = None
+    given: Mapping[str, Any],
+    config_file: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    needs: tuple[str, ...] = ("model", "items"),
 ) -> RunConfig:
     """Options from every source, the strongest first, as one RunConfig.
 
-    `given` holds what the command line said; a value of None means that it said nothing.
+    `given` holds what the command line said; a value of None means that it said nothing. `needs` names the options
+    without which the command has no meaning.
 
     Raises:
         UsageError: unknown key, value of the wrong type, missing model or items, contradiction.
     """
     values = _from_file(config_file) | _from_environment(os.environ if environ is None else environ)
     values |= {k: _convert(k, v, f"option {option(k)}") for k, v in given.items() if v is not None}
-    for name, short in (("model", "-m"), ("items", "-i")):
+    for name in needs:
         if not values.get(name):
-            raise UsageError(f"no {option(name)}: give {short} on the command line or {name} in {CONFIG_NAMES[0]}")
+            raise UsageError(f"no {option(name)}: give it on the command line or as {name!r} in {CONFIG_NAMES[0]}")
     return RunConfig(**values)
 
 

@@ -6,8 +6,9 @@ PrefillScoreError        1   a bug of ours, if it ever surfaces as itself
 ├── ItemsError           4   whoever makes the item embeddings
 ├── ModelError           5   whoever makes or places the model
 ├── OutputError          6   whoever owns the output folder and its disk
-├── TooManyRejects       7   whoever makes the prompts; the work done is kept
-└── Interrupted      128+n   nobody: signal n ended the run, the same command line goes on
+└── TooManyRejects       7   whoever makes the prompts; the work done is kept
+
+Interrupted          128+n   signal n ended the run; a KeyboardInterrupt, so that no `except Exception` swallows it
 
 A message is one sentence or two that say what is wrong, where, and what to do. It never holds a prompt's text.
 """
@@ -59,11 +60,11 @@ class TooManyRejects(PrefillScoreError):
     exit_code = 7
 
 
-class Interrupted(PrefillScoreError):
-    """A signal ended the run."""
+class Interrupted(KeyboardInterrupt):
+    """A signal ended the run; the same command line goes on where it stopped."""
 
     def __init__(self, signum: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name}; the same command line goes on where this one ended")
+        super().__init__(f"stopped by {signal.Signals(signum).name}; the same command goes on where this one ended")
         self.exit_code = 128 + signum
 
 

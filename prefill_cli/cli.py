@@ -1,0 +1,259 @@
+"""The commands: options → RunConfig → the job. The only file that exits."""
+
+import contextlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from prefill_cli import __version__, console
+from prefill_cli.config import RunConfig, option, resolve
+from prefill_cli.errors import Interrupted, PrefillScoreError
+
+app = typer.Typer(
+    help="User prompts in Parquet → one prefill pass of a causal LM → the exact top-k items in Parquet.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+DEFAULTS = {f.name: f.default for f in fields(RunConfig)}
+SHOWN_DEFAULTS = {"output": "<input stem>.topk", "max_length": "the model's", "max_batch_tokens": "auto", "prefix": ""}
+IN, TOKENS, VECTORS, SCORES, OUT, RUN = (
+    "Input", "Tokens", "Vectors", "Items and scores", "Output", "How it runs",
+)  # fmt: skip
+
+
+def opt(name: str, text: str, panel: str, *flags: str, metavar: str | None = None) -> Any:
+    """An option of `run`. Its default is None here: what applies is decided in config.resolve, and shown from there."""
+    default = SHOWN_DEFAULTS.get(name, DEFAULTS[name])
+    shown = False if default in (None, False, True, "", (), RunConfig) else str(default)
+    return typer.Option(*flags or (option(name),), help=text, rich_help_panel=panel, metavar=metavar, show_default=shown)
+
+
+def switch(name: str, text: str, panel: str) -> Any:
+    """A yes/no option of `run` that can be said either way, so that the line can overrule a file."""
+    return opt(name, text, panel, f"{option(name)}/--no-{name.replace('_', '-')}")
+
+
+Text, Number, File, Switch = str | None, int | None, Path | None, bool | None
+ConfigFile = Annotated[
+    File, typer.Option("--config", help="Read options from this TOML file.", show_default="./prefill-score.toml")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
+@app.command(short_help="Score prompts: the main job.")
+def run(
+    inputs: Annotated[list[str], typer.Argument(metavar="INPUT...", help="Parquet files, folders or globs.")],
+    id_column: Annotated[Text, opt("id_column", "Column with the user ids.", IN)] = None,
+    prompt_column: Annotated[Text, opt("prompt_column", "Column with the prompts' text.", IN)] = None,
+    messages_column: Annotated[
+        Text, opt("messages_column", "Chat messages instead of a prompt, put through the model's chat template.", IN)
+    ] = None,
+    token_ids_column: Annotated[Text, opt("token_ids_column", "Ready-made token ids instead of a prompt.", IN)] = None,
+    keep_columns: Annotated[
+        Text, opt("keep_columns", "Input columns carried into the output.", IN, metavar="A,B")
+    ] = None,
+    prefix: Annotated[Text, opt("prefix", "Text joined before every prompt.", IN)] = None,
+    generation_prompt: Annotated[
+        Switch, switch("generation_prompt", "Messages: end with the template's opening of the answer (on).", IN)
+    ] = None,
+    max_length: Annotated[Number, opt("max_length", "Token limit of a prompt, special tokens included.", TOKENS)] = None,
+    truncate: Annotated[
+        Text, opt("truncate", "Longer prompts: cut left, cut right, or reject.", TOKENS, metavar="left|right|reject")
+    ] = None,
+    keep_head: Annotated[
+        Number, opt("keep_head", "When cutting left, the first N tokens of the text (the instruction) stay.", TOKENS)
+    ] = None,
+    append_eos: Annotated[Switch, switch("append_eos", "End every prompt with EOS, unless it does already.", TOKENS)] = None,
+    plain_special_tokens: Annotated[
+        Switch, switch("plain_special_tokens", "Text that spells a control token is encoded as text.", TOKENS)
+    ] = None,
+    model: Annotated[Text, opt("model", "Folder or hub name of a causal LM.", VECTORS, "-m", "--model")] = None,
+    revision: Annotated[Text, opt("revision", "Revision of a hub model.", VECTORS)] = None,
+    pooling: Annotated[
+        Text, opt("pooling", "auto: what the model folder says, else last.", VECTORS, metavar="auto|last|mean|first")
+    ] = None,
+    dims: Annotated[Number, opt("dims", "Cut vectors to the first D dimensions, on both sides.", VECTORS)] = None,
+    normalize: Annotated[Switch, switch("normalize", "Scale vectors to length 1, on both sides, after --dims.", VECTORS)] = None,
+    device: Annotated[Text, opt("device", "auto: CUDA, else MPS, else CPU.", VECTORS, metavar="auto|cpu|cuda[:N]|mps")] = None,
+    dtype: Annotated[
+        Text,
+        opt("dtype", "auto: bfloat16 where the hardware has it.", VECTORS, metavar="auto|float32|bfloat16|float16"),
+    ] = None,
+    items: Annotated[
+        File, opt("items", "Item embeddings: .parquet (file, folder, glob), .safetensors or .npy.", SCORES, "-i", "--items")
+    ] = None,
+    item_ids: Annotated[File, opt("item_ids", "Parquet file with the ids of a .safetensors or .npy.", SCORES)] = None,
+    item_id_column: Annotated[Text, opt("item_id_column", "Column with the item ids.", SCORES)] = None,
+    embedding_column: Annotated[Text, opt("embedding_column", "Column with the embeddings.", SCORES)] = None,
+    item_bias_column: Annotated[Text, opt("item_bias_column", "Column with a number added to the item's score.", SCORES)] = None,
+    top_k: Annotated[Number, opt("top_k", "Length of a list.", SCORES, "-k", "--top-k")] = None,
+    score: Annotated[Text, opt("score", "How a user and an item are scored.", SCORES, metavar="dot|cosine")] = None,
+    bad_items: Annotated[
+        Text, opt("bad_items", "Null, ragged, not finite or (cosine) zero embeddings.", SCORES, metavar="fail|drop")
+    ] = None,
+    strict_provenance: Annotated[
+        Switch, switch("strict_provenance", "Refuse items that another model made, instead of warning.", SCORES)
+    ] = None,
+    exclude_column: Annotated[
+        Text, opt("exclude_column", "Column with the item ids that this user must not get (seen items).", SCORES)
+    ] = None,
+    candidates_column: Annotated[
+        Text, opt("candidates_column", "Column with the only item ids that this user may get; null: all.", SCORES)
+    ] = None,
+    allow: Annotated[File, opt("allow", "Only these items for anybody: Parquet, or text with an id a line.", SCORES)] = None,
+    deny: Annotated[File, opt("deny", "Never these items for anybody.", SCORES)] = None,
+    output: Annotated[File, opt("output", "The result folder.", OUT, "-o", "--output")] = None,
+    overwrite: Annotated[
+        Switch, switch("overwrite", "Replace another run's result or leftovers, once the new result is whole.", OUT)
+    ] = None,
+    layout: Annotated[
+        Text, opt("layout", "A row a user with two lists, or a row a (user, rank).", OUT, metavar="nested|long")
+    ] = None,
+    max_rejects: Annotated[
+        Text, opt("max_rejects", "More rejected rows than this: nothing is published.", OUT, metavar="N|P%")
+    ] = None,
+    shard_rows: Annotated[
+        Number, opt("shard_rows", "Rows that are read, sorted by length, scored and committed together.", RUN)
+    ] = None,
+    max_batch_tokens: Annotated[
+        Text, opt("max_batch_tokens", "Token budget of a forward pass, padding included.", RUN, metavar="N|auto")
+    ] = None,
+    offline: Annotated[Switch, switch("offline", "Never ask the network.", RUN)] = None,
+    trust_remote_code: Annotated[Switch, switch("trust_remote_code", "Run Python code from the model's folder.", RUN)] = None,
+    json: Annotated[Switch, switch("json", "Print the summary as one JSON object, on a terminal too.", RUN)] = None,
+    quiet: Annotated[Switch, switch("quiet", "Warnings and errors only on stderr.", RUN)] = None,
+    log_format: Annotated[Text, opt("log_format", "Of the messages on stderr.", RUN, metavar="text|json")] = None,
+    config: ConfigFile = None,
+) -> None:
+    """Score the prompts of Parquet files against item embeddings and write each user's top-k list.
+
+    Options come from this line, else from PREFILL_SCORE_* variables, else from prefill-score.toml or
+    [tool.prefill-score] in pyproject.toml. The same command line takes up an interrupted run, and does nothing where its
+    result is there already.
+
+    Example: prefill-score run prompts.parquet -m ./model -i items.parquet -k 100 -o tonight
+    """
+    given = dict(locals())
+    config_file = given.pop("config")
+    with exits(log_format or "text"):
+        settings = resolve(given, config_file)
+        with exits(settings.log_format):
+            messages = console.listen(settings.log_format, settings.quiet)
+            from prefill_cli import pipeline
+            from prefill_cli.engines.local import run_shards
+
+            with console.Progress(messages, settings.quiet) as progress:
+                totals = pipeline.run(settings, run_shards, progress)
+            console.print_summary(totals, settings.json)
+
+
+@app.command(short_help="See users' lists with titles.")
+def show(
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The result folder of a run.")],
+    user: Annotated[list[str] | None, typer.Option("--user", "-u", help="Show this user; can be given often.")] = None,
+    users: Annotated[int, typer.Option("--users", "-n", min=1, help="Without --user: how many from the beginning.")] = 3,
+    top: Annotated[int, typer.Option("--top", "-t", min=1, help="Items shown of each list.")] = 10,
+    items: Annotated[File, typer.Option("--items", "-i", help="Item file with titles.", show_default="the run's")] = None,
+    title_column: Annotated[Text, typer.Option("--title-column", help="Column with titles.", show_default="title")] = None,
+    history_column: Annotated[
+        Text,
+        typer.Option("--history-column", help="Input column with a user's history.", show_default="the run's exclude column"),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show what some users took and what a run lists for them.
+
+    Example: prefill-score show prompts.topk --user 100003
+    """
+    with exits():
+        from prefill_cli.tools.show import UserQuery, read_lists
+
+        query = UserQuery(output, tuple(user or ()), users, top, items, title_column, history_column)
+        console.print_lists(read_lists(query), json)
+
+
+@app.command(short_help="Say what a file or folder is, and what is wrong with it.")
+def inspect(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Models, item files, inputs, results.")],
+    config: ConfigFile = None,
+    json: Json = False,
+) -> None:
+    """Say what each path is (model, items, prompts or result), what it holds, and what is wrong with it.
+
+    Column names are taken from the configuration, as for run. Exits with the code that run would.
+
+    Example: prefill-score inspect ./model items.parquet prompts.parquet
+    """
+    with exits():
+        console.listen(quiet=True)
+        from prefill_cli.tools.inspect import inspect_path
+
+        settings = resolve({"inputs": [str(p) for p in paths]}, config, needs=())
+        findings = [inspect_path(path, settings) for path in paths]
+        console.print_findings(findings, json)
+        raise typer.Exit(next((f.exit_code for f in findings if f.exit_code), 0))
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"prefill-score {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def exits(log_format: str = "text") -> Iterator[None]:
+    """Turn errors into one line on stderr and the exit code of their kind."""
+    try:
+        yield
+    except (PrefillScoreError, Interrupted) as error:
+        console.print_error(str(error), log_format)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        console.print_error(str(Interrupted(signal.SIGINT)), log_format)
+        code = 128 + signal.SIGINT
+    except BrokenPipeError:  # whoever read our stdout has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
+    except typer.Exit:
+        raise
+    except Exception as error:
+        code = PrefillScoreError.exit_code
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        # The error's own words might quote a prompt, so only its kind and place are told.
+        console.print_error(
+            f"a bug in prefill-score: {type(error).__name__} in {Path(where.filename).name}:{where.lineno}; "
+            "PREFILL_SCORE_DEBUG=1 shows the traceback", log_format,
+        )  # fmt: skip
+    else:
+        return
+    if os.environ.get("PREFILL_SCORE_DEBUG") == "1":
+        traceback.print_exc()
+    raise typer.Exit(code)
+
+
+def _stop(signum: int, _: FrameType | None) -> None:
+    raise Interrupted(signum)
+
+
+def main() -> None:
+    """Entry point of `prefill-score`."""
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, _stop)
+    app()

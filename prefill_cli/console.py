@@ -1,0 +1,169 @@
+"""Everything printed. stdout: the result alone. stderr: messages and progress, plain where nobody watches."""
+
+import json
+import logging
+import os
+import sys
+import time
+from datetime import UTC, datetime
+from typing import IO, Any
+
+LINE_EVERY_SEC = 30.0
+SUMMARY = (  # what a person wants to see first, and how
+    ("status", "{}"), ("output", "{}"), ("rows", "{:,}"), ("rows_out", "{:,}"), ("rejects", "{:,}"), ("tokens", "{:,}"),
+    ("truncated_rows", "{:,}"), ("control_token_rows", "{:,}"), ("empty_lists", "{:,}"), ("unknown_ids", "{:,}"),
+    ("shards", "{:,}"), ("batches", "{:,}"), ("encode_sec", "{:.2f}"), ("search_sec", "{:.2f}"), ("wall_sec", "{:.2f}"),
+    ("tokens_per_sec", "{:,.0f}"), ("device", "{}"), ("dtype", "{}"),
+)  # fmt: skip
+ALWAYS_SHOWN = {"status", "output", "rows", "rows_out", "rejects", "tokens", "device", "dtype"}
+
+
+def stderr() -> IO[str]:
+    """sys.stderr, or nowhere when the process was started without one."""
+    return sys.stderr if sys.stderr is not None else open(os.devnull, "w")  # noqa: SIM115 - lives as long as we do
+
+
+def on_terminal(stream: IO[str] | None) -> bool:
+    return stream is not None and stream.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
+
+
+class Messages(logging.Handler):
+    """The package's log on stderr: text for people, one JSON object a line for machines."""
+
+    def __init__(self, log_format: str) -> None:
+        super().__init__()
+        self._json = log_format == "json"
+        self.bar: Any = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.bar is not None:
+            self.bar.clear()
+        print(self.format_line(record.levelname.lower(), record.getMessage()), file=stderr(), flush=True)
+        if self.bar is not None:
+            self.bar.refresh()
+
+    def format_line(self, level: str, message: str, **fields: Any) -> str:
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        if self._json:
+            return json.dumps({"time": now, "level": level, "message": message, **fields}, ensure_ascii=False)
+        return message if level == "info" else f"{level}: {message}"
+
+
+def listen(log_format: str = "text", quiet: bool = False) -> Messages:
+    """Send the package's messages to stderr; `quiet` leaves warnings and errors."""
+    messages = Messages(log_format)
+    logger = logging.getLogger("prefill_cli")
+    logger.handlers[:] = [messages]
+    logger.setLevel(logging.WARNING if quiet else logging.INFO)
+    logger.propagate = False
+    return messages
+
+
+class Progress:
+    """Rows done, rate and time left: a live bar on a terminal, a plain line every 30 s elsewhere, nothing when quiet."""
+
+    def __init__(self, messages: Messages, quiet: bool = False) -> None:
+        self._messages, self._quiet = messages, quiet
+        self._bar: Any = None
+        self._rows = self._done = self._tokens = self._done_before = 0
+        self._began = self._last_line = time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._messages.bar = None
+            self._bar.close()
+
+    def start(self, rows: int, done: int) -> None:
+        """`rows` in all, `done` of them by an earlier run."""
+        self._rows, self._done, self._done_before = rows, done, done
+        self._began = self._last_line = time.monotonic()
+        if not self._quiet and on_terminal(sys.stderr) and not self._messages._json:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=rows, initial=done, unit=" rows", file=sys.stderr, dynamic_ncols=True, leave=False)
+            self._messages.bar = self._bar
+
+    def advance(self, rows: int, tokens: int) -> None:
+        self._done += rows
+        self._tokens += tokens
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"{self._tokens_per_sec():,.0f} tokens/s", refresh=False)
+            self._bar.update(rows)
+        elif not self._quiet and time.monotonic() - self._last_line >= LINE_EVERY_SEC:
+            self._last_line = time.monotonic()
+            rate = (self._done - self._done_before) / (self._last_line - self._began)
+            left = f"{(self._rows - self._done) / rate:.0f} s left" if rate else "time left unknown"
+            text = f"{self._done:,} of {self._rows:,} rows, {self._tokens_per_sec():,.0f} tokens/s, {left}"
+            fields = {"rows_done": self._done, "rows": self._rows, "tokens_per_sec": round(self._tokens_per_sec())}
+            print(self._messages.format_line("info", text, **fields), file=stderr(), flush=True)
+
+    def _tokens_per_sec(self) -> float:
+        return self._tokens / max(time.monotonic() - self._began, 1e-9)
+
+
+def print_summary(totals: dict[str, Any], as_json: bool) -> None:
+    """The end of a run on stdout: a table on a terminal, one JSON object otherwise."""
+    if as_json or not on_terminal(sys.stdout):
+        print(json.dumps(totals, ensure_ascii=False))
+        return
+    shown = [(name, form.format(totals[name])) for name, form in SUMMARY if totals[name] or name in ALWAYS_SHOWN]
+    print_table(shown)
+
+
+def print_table(rows: list[tuple[str, str]]) -> None:
+    """Names and values, aligned."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value, end_section=False)
+    Console(highlight=False, markup=False).print(table)
+
+
+def print_error(message: str, log_format: str = "text") -> None:
+    """One line on stderr, whatever the message holds."""
+    print(Messages(log_format).format_line("error", " ".join(message.split())), file=stderr(), flush=True)
+
+
+def print_lists(users: list[dict[str, Any]], as_json: bool) -> None:
+    """What `show` found: a user's history and list."""
+    if as_json:
+        print(json.dumps(users, ensure_ascii=False, default=str))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    out = Console(highlight=False, markup=False)
+    for user in users:
+        out.print(f"{user['id_column']} {user['id']}", style="bold")
+        if user["history"] is not None:
+            seen = ", ".join(user["history"][-8:]) or "nothing"
+            more = len(user["history"]) - 8
+            out.print(f"history: {f'… {more} earlier, ' if more > 0 else ''}{seen}")
+        table = Table(box=None, pad_edge=False)
+        for name in ("rank", "score"):
+            table.add_column(name, justify="right")
+        columns = list(user["items"][0])[2:] if user["items"] else []
+        for name in columns:
+            table.add_column(name, overflow="fold")
+        for item in user["items"]:
+            table.add_row(str(item["rank"]), f"{item['score']:.4f}", *(str(item[name]) for name in columns))
+        out.print(table if user["items"] else "an empty list")
+        out.print()
+
+
+def print_findings(findings: list[Any], as_json: bool) -> None:
+    """What `inspect` found: facts and the problem, path by path."""
+    if as_json:
+        print(json.dumps([vars(f) for f in findings], ensure_ascii=False, default=str))
+        return
+    for finding in findings:
+        problem = [("problem", finding.problem)] if finding.problem else []
+        print_table([(str(finding.path), finding.kind), *((k, str(v)) for k, v in finding.facts.items()), *problem])
+        print()

@@ -1,0 +1,70 @@
+"""Small files that are whole or absent, and one sentence for whatever a disk refuses."""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from prefill_cli.errors import OutputError
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError inside the block into an OutputError about `path`."""
+    try:
+        yield
+    except OSError as error:
+        message = f"{path}: cannot be written: {error.strerror or error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            with contextlib.suppress(OSError):
+                message += f" ({shutil.disk_usage(path.parent).free:,} bytes are free)"
+            message += "; what is done is kept, free some space and give the same command again"
+        raise OutputError(message) from None
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file that appears under `path` when the block ends well: temporary name, sync, rename.
+
+    Raises:
+        OutputError: the disk is full or the folder cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with writing(path):
+            with temporary.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    with replacing(path) as file:
+        file.write(json.dumps(value, indent=1, ensure_ascii=False).encode() + b"\n")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file, or None where there is no such file or it holds something else."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

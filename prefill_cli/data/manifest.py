@@ -1,0 +1,78 @@
+"""What ran and what it gave: the manifest of a result, the fingerprint that says whether two runs are one.
+
+The fingerprint is a flat mapping from names that users know to values; two runs whose fingerprints are equal give equal
+results, and where they differ the names tell why.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from prefill_cli import __version__
+from prefill_cli.data.disk import read_json
+from prefill_cli.data.inputs import InputPlan
+
+FORMAT_VERSION = 1
+MANIFEST, SUCCESS = "_manifest.json", "_SUCCESS"
+PACKAGES = ("torch", "transformers", "tokenizers", "pyarrow", "numpy")
+
+Fingerprint = dict[str, Any]
+
+
+def input_fingerprint(plan: InputPlan) -> str:
+    """Digest of which files the input is, and of what they were when it was planned."""
+    return digest(json.dumps([f.identity for f in plan.files], sort_keys=True).encode())
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def differences(old: Fingerprint, new: Fingerprint) -> str:
+    """'top_k (10, now 5), inputs': the names whose values differ; digests are named without their values."""
+    names = []
+    for name in sorted(old.keys() | new.keys()):
+        a, b = old.get(name), new.get(name)
+        if a != b:
+            digest = name.endswith("_sha256")
+            names.append(name.removesuffix("_sha256") if digest else f"{name} ({_show(a)}, now {_show(b)})")
+    return ", ".join(names)
+
+
+def _show(value: Any) -> str:
+    return "none" if value in (None, "", []) else str(value)
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a folder that a run of ours made, or None."""
+    manifest = read_json(folder / MANIFEST)
+    return manifest if manifest and manifest.get("made_by") == "prefill-score" else None
+
+
+def is_finished(folder: Path) -> bool:
+    return (folder / SUCCESS).exists() and read_manifest(folder) is not None
+
+
+def describe_inputs(plan: InputPlan) -> dict[str, Any]:
+    """Which files were read, for the manifest."""
+    return {"rows": plan.rows, "files": [f.identity for f in plan.files]}
+
+
+def versions() -> dict[str, str]:
+    found = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {"prefill-score": __version__, "python": platform.python_version(), **found}
+
+
+def environment() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+        "cpus": os.cpu_count(),
+        "command": sys.argv,
+    }

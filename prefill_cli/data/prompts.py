@@ -1,0 +1,167 @@
+"""Parquet → shards, in bounded memory: one file open at a time, one record batch at a time, nothing concatenated.
+
+Rows that cannot be scored whatever the model says (null id, bytes that are not text) are told apart here; what is
+wrong with a prompt is judged where it is tokenised.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from prefill_cli.config import RunConfig
+from prefill_cli.data.arrow import invalid_text, is_text, to_working
+from prefill_cli.data.inputs import InputFile, InputPlan, Shard, first_line, hive_columns
+from prefill_cli.data.rejects import Reject
+from prefill_cli.errors import InputError
+
+BATCH_ROWS = 2_048
+BATCH_BYTES = 64 << 20  # decoded bytes of a record batch that reading aims below
+READ_BUFFER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive rows of one file, columns in working types.
+
+    `rejects` maps a position in the piece to the reason why that row cannot be scored.
+    """
+
+    path: str
+    first_row: int  # of `ids[0]` in the file
+    ids: pa.Array
+    prompts: pa.Array
+    kept: pa.RecordBatch
+    exclude: pa.Array | None
+    candidates: pa.Array | None
+    rejects: dict[int, Reject]
+
+
+class ShardReader:
+    """Reads shards in any order; reading them in file order costs one pass over the files.
+
+    A file that is no longer what its footer said when the run was planned ends the run.
+    """
+
+    def __init__(self, plan: InputPlan, config: RunConfig) -> None:
+        self._plan = plan
+        self._config = config
+        names = (config.id_column, config.text_column, *config.keep_columns, config.exclude_column, config.candidates_column)
+        self._columns = list(dict.fromkeys(name for name in names if name))
+        self._cursor: _Cursor | None = None
+
+    def read(self, shard: Shard) -> Iterator[Piece]:
+        """The rows of a shard in order.
+
+        Raises:
+            InputError: a file changed, vanished or cannot be decoded.
+        """
+        done = 0
+        while done < shard.rows:
+            file, offset = self._locate(shard.start + done)
+            if self._cursor is None or not self._cursor.stands_at(file, offset):
+                self._cursor = _Cursor(file, offset, [c for c in self._columns if c in file.schema.names])
+            batch = self._cursor.next_batch(shard.rows - done)
+            done += batch.num_rows
+            yield self._piece(batch, file, offset)
+
+    def _locate(self, row: int) -> tuple[InputFile, int]:
+        for file in self._plan.files:
+            if row < file.rows:
+                return file, row
+            row -= file.rows
+        raise IndexError(row)
+
+    def _piece(self, batch: pa.RecordBatch, file: InputFile, first_row: int) -> Piece:
+        config, plan = self._config, self._plan
+        columns = {name: to_working(batch.column(name)) for name in batch.schema.names}
+        for name in set(config.keep_columns) - columns.keys():
+            columns[name] = pa.array([hive_columns(file.path)[name]] * batch.num_rows, pa.string())
+        ids = columns[config.id_column]
+        rejects: dict[int, Reject] = {}
+        for name in reversed((config.id_column, *config.keep_columns)):  # the id's own fault is the one told
+            if is_text(columns[name].type):
+                rejects |= {i: Reject("bad_text", f"column {name} is not UTF-8") for i in invalid_text(columns[name])}
+        rejects |= {i: Reject("null_id", "") for i, null in enumerate(ids.is_null().to_pylist()) if null}
+        return Piece(
+            file.path,
+            first_row,
+            ids if ids.type == plan.id_type else _cast(ids, plan.id_type, file.path),
+            columns[config.text_column],
+            pa.RecordBatch.from_arrays([columns[f.name] for f in plan.kept], names=[f.name for f in plan.kept]),
+            columns.get(config.exclude_column or ""),
+            columns.get(config.candidates_column or ""),
+            rejects,
+        )
+
+
+class _Cursor:
+    """An open file that stands at a row and moves forward."""
+
+    def __init__(self, file: InputFile, offset: int, columns: list[str]) -> None:
+        self._file = file
+        self._next_row = offset
+        self._rest: pa.RecordBatch | None = None
+        try:
+            stat = os.stat(file.path)
+            if (stat.st_size, stat.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+                raise InputError(f"{file.path}: the file changed while the run was reading it; start the run again")
+            # No pre-buffering: a column chunk is read through a small buffer, however large its row group is.
+            parquet = pq.ParquetFile(file.path, buffer_size=READ_BUFFER_BYTES, pre_buffer=False)
+        except (OSError, pa.ArrowException) as error:
+            raise InputError(f"{file.path}: the file was readable when the run began: {first_line(error)}") from None
+        group, skip = 0, offset
+        while skip and skip >= file.group_rows[group]:
+            skip -= file.group_rows[group]
+            group += 1
+        self._batches = parquet.iter_batches(
+            batch_size=_batch_rows(parquet.metadata, group, columns),
+            row_groups=list(range(group, len(file.group_rows))),
+            columns=columns,
+            use_threads=False,
+        )
+        while skip:
+            batch = self._read()
+            self._rest = batch.slice(skip) if skip < batch.num_rows else None
+            skip -= min(skip, batch.num_rows)
+
+    def stands_at(self, file: InputFile, offset: int) -> bool:
+        return file is self._file and offset == self._next_row
+
+    def next_batch(self, limit: int) -> pa.RecordBatch:
+        """Between 1 and `limit` rows from where the cursor stands."""
+        batch = self._rest if self._rest is not None else self._read()
+        self._rest = batch.slice(limit) if batch.num_rows > limit else None
+        self._next_row += min(limit, batch.num_rows)
+        return batch.slice(0, limit)
+
+    def _read(self) -> pa.RecordBatch:
+        try:
+            for batch in self._batches:
+                if batch.num_rows:
+                    return batch
+        except (OSError, pa.ArrowException) as error:
+            raise InputError(f"{self._file.path}: damaged near row {self._next_row}: {first_line(error)}") from None
+        raise InputError(f"{self._file.path}: holds fewer rows than its footer says ({self._file.rows})")
+
+
+def _batch_rows(metadata: pq.FileMetaData, group: int, columns: list[str]) -> int:
+    """Rows of a record batch that stays near BATCH_BYTES, judged by the row group where reading starts."""
+    chunks = metadata.row_group(group)
+    if not chunks.num_rows:
+        return BATCH_ROWS
+    used = (chunks.column(i) for i in range(chunks.num_columns))
+    wanted = sum(c.total_uncompressed_size for c in used if c.path_in_schema.split(".")[0] in columns)
+    return max(1, min(BATCH_ROWS, BATCH_BYTES * chunks.num_rows // max(wanted, 1)))
+
+
+def _cast(ids: pa.Array, kind: pa.DataType, path: str) -> pa.Array:
+    """Ids in the type that all files share; text views stay in their working type until they are written."""
+    if is_text(kind):
+        return ids.cast(pa.large_string()) if is_text(ids.type) else ids
+    try:
+        return ids.cast(kind)
+    except pa.ArrowInvalid as error:
+        raise InputError(f"{path}: id column: {first_line(error)}") from None

@@ -1,0 +1,117 @@
+"""The parts of a result: schema fixed up front from the input's types, row groups of bounded size, rejects beside them.
+
+A part appears under its name only when it is whole and on disk (disk.replacing).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from prefill_cli.config import RunConfig
+from prefill_cli.data import rejects
+from prefill_cli.data.disk import replacing
+from prefill_cli.data.inputs import InputPlan
+from prefill_cli.errors import UsageError
+
+REJECTS_FOLDER = "_rejects"
+GROUP_ELEMENTS = 4_000_000  # list elements of a row group: 48 MB of int64 ids and float32 scores before compression
+OUTPUT_COLUMNS = {"nested": ("item_ids", "scores"), "long": ("rank", "item_id", "score")}
+
+
+@dataclass(frozen=True)
+class Lists:
+    """The lists of consecutive users: list i is [offsets[i] : offsets[i + 1]] of the flat arrays, best first."""
+
+    offsets: npt.NDArray[np.int64]  # [n + 1]
+    item_ids: pa.Array
+    scores: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Format:
+    """How parts look: the same for every shard of a run."""
+
+    layout: str
+    result: pa.Schema
+    rejects: pa.Schema
+
+
+def plan_format(config: RunConfig, plan: InputPlan, item_id_type: pa.DataType) -> Format:
+    """Schemas of parts and rejects.
+
+    Raises:
+        UsageError: two output columns would have one name.
+    """
+    names = OUTPUT_COLUMNS[config.layout]
+    carried = (config.id_column, *config.keep_columns)
+    for name in carried:
+        if name in names or carried.count(name) > 1:
+            raise UsageError(f"column {name!r} would stand twice in the output, which has {', '.join((*carried, *names))}")
+    if config.id_column in rejects.COLUMNS:
+        raise UsageError(f"the id column {config.id_column!r} has the name of a column of the rejects; rename it")
+    fields = [pa.field(config.id_column, plan.id_type), *plan.kept]
+    if config.layout == "nested":
+        fields += [pa.field("item_ids", pa.list_(item_id_type)), pa.field("scores", pa.list_(pa.float32()))]
+    else:
+        fields += [pa.field("rank", pa.int32()), pa.field("item_id", item_id_type), pa.field("score", pa.float32())]
+    return Format(config.layout, pa.schema(fields), rejects.schema(config.id_column, plan.id_type))
+
+
+def write_part(path: Path, form: Format, groups: Iterable[tuple[pa.Table, Lists]]) -> int:
+    """Write one part from (id and kept columns, lists) pairs, each a row group; returns its rows (long: list entries)."""
+    tables = (_nested(columns, lists, form.result) if form.layout == "nested" else _long(columns, lists, form.result)
+              for columns, lists in groups)
+    return _write(path, form.result, tables)
+
+
+def write_rejects(path: Path, table: pa.Table) -> None:
+    """Write a shard's rejects; a shard without any has no such file."""
+    if table.num_rows:
+        path.parent.mkdir(exist_ok=True)
+        _write(path, table.schema, [table])
+    else:
+        path.unlink(missing_ok=True)
+
+
+def group_rows(k: int) -> int:
+    """Users of a row group when each may have k items."""
+    return max(1, GROUP_ELEMENTS // k)
+
+
+def _write(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> int:
+    rows = 0
+    # Dictionaries pay for ids and kept columns, never for scores.
+    indexed = [name for name in schema.names if name not in ("scores", "score")]
+    with replacing(path) as file, pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=indexed) as writer:
+        for table in tables:
+            writer.write_table(table, row_group_size=max(1, table.num_rows))
+            rows += table.num_rows
+    return rows
+
+
+def _nested(columns: pa.Table, lists: Lists, schema: pa.Schema) -> pa.Table:
+    offsets = pa.array(lists.offsets.astype(np.int32))
+    arrays = [
+        *columns.columns,
+        pa.ListArray.from_arrays(offsets, lists.item_ids),
+        pa.ListArray.from_arrays(offsets, pa.array(lists.scores)),
+    ]
+    return _as(arrays, schema)
+
+
+def _long(columns: pa.Table, lists: Lists, schema: pa.Schema) -> pa.Table:
+    lengths = np.diff(lists.offsets)
+    user = np.repeat(np.arange(len(lengths)), lengths)
+    rank = np.arange(len(user)) - np.repeat(lists.offsets[:-1], lengths) + 1
+    repeated = columns.take(pa.array(user))
+    return _as([*repeated.columns, pa.array(rank.astype(np.int32)), lists.item_ids, pa.array(lists.scores)], schema)
+
+
+def _as(arrays: list[pa.Array | pa.ChunkedArray], schema: pa.Schema) -> pa.Table:
+    """The arrays under the schema, back in the types that the input came with."""
+    return pa.table([a if a.type == f.type else a.cast(f.type) for a, f in zip(arrays, schema, strict=True)], schema=schema)

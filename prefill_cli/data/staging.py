@@ -1,0 +1,226 @@
+"""Where a result is before it is one: a lock, a folder beside the output, receipts, and the exchange at the end.
+
+    .OUT.lock             held by the living run (flock: the system frees it when the process dies, however it dies)
+    .OUT.staging/
+        run.json          fingerprint and the choices a resume has to repeat
+        receipts/00007.json   shard 7 is whole and on disk; written last of its shard
+        result/           becomes OUT
+        previous/         OUT for an instant, only where the system cannot exchange two folders at once
+
+Readers of OUT see the old result or the new one. A killed run leaves the staging folder; the same command goes on there.
+"""
+
+import contextlib
+import ctypes
+import ctypes.util
+import errno
+import fcntl
+import glob
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from prefill_cli.config import RunConfig
+from prefill_cli.data.disk import read_json, sync_folder, write_json, writing
+from prefill_cli.data.inputs import Shard, local_path
+from prefill_cli.data.manifest import MANIFEST, SUCCESS, Fingerprint, differences, is_finished, read_manifest
+from prefill_cli.data.results import REJECTS_FOLDER
+from prefill_cli.errors import OutputError, UsageError
+
+Receipt = dict[str, Any]
+AT_FDCWD, RENAME_EXCHANGE, RENAME_SWAP = -100, 2, 2
+
+
+def output_folder(config: RunConfig) -> Path:
+    """--output, or `<input stem>.topk` in the current folder for a single input.
+
+    Raises:
+        UsageError: several inputs and no output; an output that is or lies in an input, or is the item file.
+    """
+    first = local_path(config.inputs[0])
+    if config.output is not None:
+        out = config.output
+    elif len(config.inputs) > 1 or (glob.has_magic(first) and not Path(first).exists()):
+        raise UsageError("several inputs need a name for the result: give -o/--output")
+    else:
+        out = Path(f"{Path(first).resolve().stem}.topk")
+    place = out.resolve()
+    for text in config.inputs:
+        path = Path(local_path(text)).resolve()
+        if place == path or (path.is_dir() and path in place.parents) or place in path.parents:
+            raise UsageError(f"--output {out} is, holds or lies inside the input {text}; results go elsewhere")
+    for name, file in (("--items", config.items), ("--item-ids", config.item_ids), ("--model", Path(config.model))):
+        if file is not None and (place == file.resolve() or place in file.resolve().parents):
+            raise UsageError(f"--output {out} is or holds {name} {file}")
+    return out
+
+
+class Staging:
+    """The way from shards to a published folder OUT. Use inside `locked(out)`."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.folder = out.parent / f".{out.name}.staging"
+        self.result = self.folder / "result"
+        self._receipts = self.folder / "receipts"
+        self._previous = self.folder / "previous"
+
+    def begin(self, fingerprint: Fingerprint, choices: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
+        """Take up leftovers of the same run or start anew; returns the choices to run with, None if nothing is left to do.
+
+        `choices` are those that a resume must repeat (the token budget); what the first start chose is returned.
+
+        Raises:
+            OutputError: OUT is not ours, or holds (or was to hold) the result of another run and `overwrite` is not given.
+        """
+        if self._previous.exists() and not self.out.exists():  # killed between the two renames
+            self._previous.rename(self.out)
+        run = read_json(self.folder / "run.json")
+        if is_finished(self.out):
+            old = (read_manifest(self.out) or {})["fingerprint"]
+            if old == fingerprint:
+                if run and run["fingerprint"] == fingerprint:
+                    self.discard()
+                return None
+            self._refuse_unless(overwrite, f"{self.out} holds the result of another run", old, fingerprint)
+        elif self.out.is_dir() and read_manifest(self.out) is None and any(self.out.iterdir()):
+            raise OutputError(f"{self.out}: the folder is not empty and no run of prefill-score made it; name another --output")
+        elif self.out.exists() and not self.out.is_dir():
+            raise OutputError(f"{self.out}: there is a file of that name; name another --output")
+        if run is None and self.folder.exists() and any(p.suffix != ".tmp" for p in self.folder.iterdir()):
+            raise OutputError(f"{self.folder}: not a staging folder of prefill-score, but in its place; move it away")
+        if run and run["fingerprint"] != fingerprint:
+            self._refuse_unless(overwrite or not self.has_receipts(), f"{self.folder} holds leftovers of another run", run["fingerprint"], fingerprint)
+            self.discard()
+            run = None
+        with writing(self.folder):
+            self.folder.mkdir(exist_ok=True)
+            if run is None:
+                run = {"fingerprint": fingerprint, "choices": choices}
+                write_json(self.folder / "run.json", run)
+            self._receipts.mkdir(exist_ok=True)
+            self.result.mkdir(exist_ok=True)
+            for torn in self.folder.rglob(".*.tmp"):
+                torn.unlink()
+        kept: dict[str, Any] = run["choices"]
+        return kept
+
+    def has_receipts(self) -> bool:
+        """Whether any shard is done, so that there is something to lose."""
+        return any(self._receipts.glob("*.json"))
+
+    def discard(self) -> None:
+        """Remove the staging folder, run.json last: killed half-way, it is still known as ours and its receipts are gone."""
+        with writing(self.folder):
+            for part in (self._receipts, self.result, self._previous):
+                shutil.rmtree(part, ignore_errors=not part.exists())
+            (self.folder / "run.json").unlink(missing_ok=True)
+            shutil.rmtree(self.folder)
+
+    @staticmethod
+    def _refuse_unless(overwrite: bool, what: str, old: Fingerprint, new: Fingerprint) -> None:
+        if not overwrite:
+            raise OutputError(f"{what}; different: {differences(old, new)}. Give --overwrite to replace it")
+
+    def part(self, shard: Shard) -> Path:
+        return self.result / f"part-{shard.index:05d}.parquet"
+
+    def rejects(self, shard: Shard) -> Path:
+        return self.result / REJECTS_FOLDER / f"part-{shard.index:05d}.parquet"
+
+    def commit(self, shard: Shard, receipt: Receipt) -> None:
+        """Declare a shard done: its files are on disk under their names, then the receipt says so."""
+        for folder in {self.part(shard).parent, self.rejects(shard).parent}:
+            if folder.exists():
+                sync_folder(folder)
+        receipt = {"shard": shard.index, "part_bytes": self.part(shard).stat().st_size, **receipt}
+        write_json(self._receipts / f"{shard.index:05d}.json", receipt)
+
+    def receipt(self, shard: Shard) -> Receipt | None:
+        """The receipt of a shard that is done, or None."""
+        receipt, part = read_json(self._receipts / f"{shard.index:05d}.json"), self.part(shard)
+        if receipt is None or not part.exists() or part.stat().st_size != receipt["part_bytes"]:
+            return None
+        return receipt
+
+    def publish(self, manifest: dict[str, Any]) -> None:
+        """Complete the result, then exchange it with OUT.
+
+        Raises:
+            OutputError: the exchange failed; what is done is kept.
+        """
+        write_json(self.result / MANIFEST, manifest)
+        with writing(self.out):
+            (self.result / SUCCESS).touch()
+            sync_folder(self.result)
+            if self.out.exists() and any(self.out.iterdir()):
+                if not exchange(self.result, self.out):
+                    self.out.rename(self._previous)
+                    self.result.rename(self.out)
+            else:
+                self.result.rename(self.out)
+            sync_folder(self.out.parent)
+        self.discard()
+
+
+def exchange(a: Path, b: Path) -> bool:
+    """Swap two folders in one atomic step; False where the system or file system cannot.
+
+    Linux: renameat2(2) with RENAME_EXCHANGE. macOS: renamex_np(2) with RENAME_SWAP.
+    """
+    libc = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
+    names: tuple[Any, ...] = (os.fsencode(a), os.fsencode(b))
+    call: Callable[..., int] | None
+    if sys.platform == "darwin":
+        call, arguments = getattr(libc, "renamex_np", None), (*names, RENAME_SWAP)
+    else:
+        call, arguments = getattr(libc, "renameat2", None), (AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE)
+    if call is None:
+        return False
+    if call(*arguments) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code))
+
+
+@contextlib.contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Hold the lock of an output folder for the block.
+
+    Raises:
+        OutputError: another living process holds it, or its folder cannot be written.
+    """
+    path = out.parent / f".{out.name}.lock"
+    with writing(path):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = _acquire(path)
+        os.truncate(descriptor, 0)
+        os.write(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is held: whoever waits finds that the name is gone and takes a new file
+        os.close(descriptor)
+
+
+def _acquire(path: Path) -> int:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = read_json(path) or {}
+            os.close(descriptor)
+            who = f"process {holder.get('pid', '?')} on {holder.get('host', 'this machine')}"
+            raise OutputError(f"{path}: {who} is writing this output; wait for it, or stop it first") from None
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
+                return descriptor
+        os.close(descriptor)  # the former holder removed the file between our two calls

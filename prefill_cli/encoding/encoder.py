@@ -1,0 +1,36 @@
+"""The seam between the model and the rest: token ids in row order → vectors in row order."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+OnBatch = Callable[[int, int], None]  # rows and tokens of a batch that is done
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Vectors of n prompts, pooled, cut to --dims and normalised as the run asks.
+
+    `vectors` is [n, d] float32, row i for prompt i; a row that is not finite belongs to a prompt that could not be
+    encoded, in float32 and alone either. `computed_tokens` counts cells that went through the model, padding included.
+    """
+
+    vectors: npt.NDArray[np.float32]
+    batches: int
+    computed_tokens: int
+    retried_rows: int
+
+
+class Encoder(Protocol):
+    """Anything that turns prompts into vectors."""
+
+    def encode(self, input_ids: Sequence[npt.NDArray[np.int32]], on_batch: OnBatch) -> Encoded:
+        """Vectors of `input_ids` (n arrays of at least one token each), in the same order.
+
+        Raises:
+            ModelError: the memory does not suffice.
+        """
+        ...

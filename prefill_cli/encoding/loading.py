@@ -1,0 +1,224 @@
+"""From a name to a model in memory, with everything that can be wrong with a model folder said before the weights load."""
+
+import copy
+import hashlib
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefill_cli.config import RunConfig
+from prefill_cli.encoding.pooling import stored_pooling
+from prefill_cli.errors import ModelError, UsageError
+
+log = logging.getLogger(__name__)
+# Tensors of a checkpoint that the forward pass has no use for: the vocabulary head, under the names that families give it.
+UNUSED_HEADS = ("lm_head.", "embed_out.", "output_layer.")
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*_Pooling/config.json"]
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """What a model folder says of itself before any weight is read."""
+
+    name: str  # as the user gave it
+    path: Path
+    config: Any  # transformers' configuration
+    hidden_size: int
+    vocabulary: int  # rows of the embedding matrix
+    positions: int | None  # tokens that the model can attend to; None where nothing limits them
+    pooling: str
+    weights_sha256: str
+    files_sha256: str  # configuration, tokenizer, template, pooling
+
+
+def open_model_folder(config: RunConfig) -> ModelFolder:
+    """Find the model's folder (fetching it from the hub where it is a hub name) and check it.
+
+    Raises:
+        ModelError: not found, incomplete, pickled weights only, code of its own without --trust-remote-code.
+    """
+    path = _find_folder(config)
+    weights = check_files(path, config.trust_remote_code)
+    quiet_transformers()
+    from transformers import AutoConfig
+
+    try:
+        settings = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # a broken config.json surfaces as any kind
+        raise ModelError(f"{path}: config.json is not a model that this Transformers knows: {_first_line(error)}") from None
+    text = settings.get_text_config()
+    pooling = config.pooling if config.pooling != "auto" else stored_pooling(path) or "last"
+    others = sorted(p for pattern in ("*.json", "*.model", "*.jinja", "*_Pooling/config.json") for p in path.glob(pattern))
+    return ModelFolder(
+        config.model,
+        path,
+        settings,
+        text.hidden_size,
+        text.vocab_size,
+        getattr(text, "max_position_embeddings", None),
+        pooling,
+        _digest(weights),
+        _digest(others),
+    )
+
+
+def _find_folder(config: RunConfig) -> Path:
+    path = Path(config.model).expanduser()
+    if path.is_dir():
+        if config.revision:
+            raise UsageError(f"--revision belongs to a hub name, but --model {config.model} is a folder")
+        return path
+    looks_local = config.model.startswith((".", "/", "~")) or config.model.count("/") > 1
+    if path.exists() or looks_local:
+        raise ModelError(f"--model {config.model}: no such folder")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    try:
+        return Path(
+            snapshot_download(
+                config.model, revision=config.revision, local_files_only=config.offline, allow_patterns=DOWNLOADED
+            )
+        )
+    except Exception as error:  # network, permission, absence: the library has a class for each
+        where = "the local cache (--offline)" if config.offline else "as a folder or on the hub"
+        raise ModelError(f"--model {config.model}: not found in {where}: {_first_line(error)}") from None
+
+
+def check_files(path: Path, trust_remote_code: bool) -> list[Path]:
+    """The weight files of a model folder.
+
+    Raises:
+        ModelError: no configuration, no safetensors, a missing piece, code of its own.
+    """
+    for name in ("config.json", "tokenizer_config.json"):
+        file = path / name
+        if name == "config.json" and not file.exists():
+            raise ModelError(f"{path}: no config.json, so this is not a Transformers model folder")
+        try:
+            stored = json.loads(file.read_bytes()) if file.exists() else {}
+        except ValueError as error:
+            raise ModelError(f"{file}: not JSON: {error}") from None
+        if "auto_map" in stored and not trust_remote_code:
+            raise ModelError(
+                f"{file}: the model names Python code of its own (auto_map), which runs only with --trust-remote-code; "
+                "read that code first, or remove auto_map where Transformers' own class is meant"
+            )
+    weights = sorted(path.glob("*.safetensors"))
+    if not weights:
+        pickles = sorted(p.name for pattern in PICKLED for p in path.glob(pattern))
+        if pickles:
+            raise ModelError(
+                f"{path}: only pickled weights ({', '.join(pickles[:3])}), which can run code when they are loaded; convert "
+                "them where you trust them: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+            )
+        raise ModelError(f"{path}: no weights (*.safetensors)")
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        needed = set(json.loads(index.read_bytes())["weight_map"].values())
+        missing = sorted(needed - {p.name for p in weights})
+        if missing:
+            raise ModelError(f"{path}: the weights are incomplete: {', '.join(missing[:3])} is missing")
+    return weights
+
+
+def quiet_transformers() -> None:
+    """No bars and no advice on stderr: what matters is checked and said here."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def choose_device(requested: str) -> str:
+    """'cpu', 'cuda', 'cuda:1' or 'mps'.
+
+    Raises:
+        UsageError: the requested one is not there.
+    """
+    import torch
+
+    kind = requested.partition(":")[0]
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if requested == "auto":
+        return next(name for name, available in there.items() if available)
+    if not there[kind] or (":" in requested and int(requested[5:]) >= torch.cuda.device_count()):
+        raise UsageError(f"--device {requested}: this machine has no such device that torch can use")
+    return requested
+
+
+def choose_dtype(requested: str, device: str) -> str:
+    """'auto' → bfloat16 where the hardware multiplies it natively, else float32."""
+    import torch
+
+    if device.startswith("cuda"):
+        native = torch.cuda.get_device_capability(torch.device(device)) >= (8, 0)
+    else:
+        native = device == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    if requested == "auto":
+        return "bfloat16" if native else "float32"
+    if device == "cpu" and (requested == "float16" or (requested == "bfloat16" and not native)):
+        log.warning("this CPU has no fast %s; --dtype float32 will most likely be faster", requested)
+    return requested
+
+
+def load_base_model(folder: ModelFolder, device: str, dtype: str, trust_remote_code: bool) -> Any:
+    """The model without its vocabulary head, in evaluation mode.
+
+    Raises:
+        ModelError: a tensor is missing, superfluous or ill-shaped; not enough memory.
+    """
+    import torch
+    from transformers import AutoModel
+
+    try:
+        model, report = AutoModel.from_pretrained(
+            folder.path,
+            dtype=getattr(torch, dtype),
+            attn_implementation="sdpa",
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+        model = model.to(device)
+    except Exception as error:  # damaged safetensors, unknown class, ill-shaped tensors
+        if is_out_of_memory(error):
+            raise ModelError(f"{folder.path}: the model does not fit the memory of {device}: {_first_line(error)}") from None
+        raise ModelError(f"{folder.path}: the model cannot be loaded: {_first_line(error)}") from None
+    unexpected = [k for k in report["unexpected_keys"] if not k.startswith(UNUSED_HEADS)]
+    ill_shaped = [str(k[0] if isinstance(k, tuple) else k) for k in report["mismatched_keys"]]
+    for what, names in (("misses", report["missing_keys"]), ("has no place for", unexpected), ("has ill-shaped", ill_shaped)):
+        if names:
+            raise ModelError(f"{folder.path}: the model {what} {len(names)} tensors: {', '.join(sorted(names)[:3])}")
+    return model.eval()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that memory ran out; torch's CPU allocator says so in words only."""
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def float32_copy(model: Any) -> Any:
+    """The same weights in float32, the model itself where it is float32 already."""
+    return model if next(model.parameters()).element_size() == 4 else copy.deepcopy(model).float()
+
+
+def _digest(files: Iterable[Path]) -> str:
+    """One digest of several files' names and contents."""
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            digest.update(f"{file.name}\0{hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
