@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
@@ -43,7 +43,10 @@ def switch(name: str, text: str, panel: str) -> Any:
     return opt(name, text, panel, f"{option(name)}/--no-{name.replace('_', '-')}")
 
 
-Text, Number, File, Switch = str | None, int | None, Path | None, bool | None
+Text: TypeAlias = str | None
+Number: TypeAlias = int | None
+File: TypeAlias = Path | None
+Switch: TypeAlias = bool | None
 ConfigFile = Annotated[
     File, typer.Option("--config", help="Read options from this TOML file.", show_default="./prefill-score.toml")
 ]
@@ -59,9 +62,7 @@ def run(
         Text, opt("messages_column", "Chat messages instead of a prompt, put through the model's chat template.", IN)
     ] = None,
     token_ids_column: Annotated[Text, opt("token_ids_column", "Ready-made token ids instead of a prompt.", IN)] = None,
-    keep_columns: Annotated[
-        Text, opt("keep_columns", "Input columns carried into the output.", IN, metavar="A,B")
-    ] = None,
+    keep_columns: Annotated[Text, opt("keep_columns", "Input columns carried into the output.", IN, metavar="A,B")] = None,
     prefix: Annotated[Text, opt("prefix", "Text joined before every prompt.", IN)] = None,
     generation_prompt: Annotated[
         Switch, switch("generation_prompt", "Messages: end with the template's opening of the answer (on).", IN)
@@ -83,8 +84,12 @@ def run(
         Text, opt("pooling", "auto: what the model folder says, else last.", VECTORS, metavar="auto|last|mean|first")
     ] = None,
     dims: Annotated[Number, opt("dims", "Cut vectors to the first D dimensions, on both sides.", VECTORS)] = None,
-    normalize: Annotated[Switch, switch("normalize", "Scale vectors to length 1, on both sides, after --dims.", VECTORS)] = None,
-    device: Annotated[Text, opt("device", "auto: CUDA, else MPS, else CPU.", VECTORS, metavar="auto|cpu|cuda[:N]|mps")] = None,
+    normalize: Annotated[
+        Switch, switch("normalize", "Scale vectors to length 1, on both sides, after --dims.", VECTORS)
+    ] = None,
+    device: Annotated[
+        Text, opt("device", "auto: CUDA, else MPS, else CPU.", VECTORS, metavar="auto|cpu|cuda[:N]|mps")
+    ] = None,
     dtype: Annotated[
         Text,
         opt("dtype", "auto: bfloat16 where the hardware has it.", VECTORS, metavar="auto|float32|bfloat16|float16"),
@@ -95,7 +100,9 @@ def run(
     item_ids: Annotated[File, opt("item_ids", "Parquet file with the ids of a .safetensors or .npy.", SCORES)] = None,
     item_id_column: Annotated[Text, opt("item_id_column", "Column with the item ids.", SCORES)] = None,
     embedding_column: Annotated[Text, opt("embedding_column", "Column with the embeddings.", SCORES)] = None,
-    item_bias_column: Annotated[Text, opt("item_bias_column", "Column with a number added to the item's score.", SCORES)] = None,
+    item_bias_column: Annotated[
+        Text, opt("item_bias_column", "Column with a number added to the item's score.", SCORES)
+    ] = None,
     top_k: Annotated[Number, opt("top_k", "Length of a list.", SCORES, "-k", "--top-k")] = None,
     score: Annotated[Text, opt("score", "How a user and an item are scored.", SCORES, metavar="dot|cosine")] = None,
     bad_items: Annotated[
@@ -129,7 +136,9 @@ def run(
         Text, opt("max_batch_tokens", "Token budget of a forward pass, padding included.", RUN, metavar="N|auto")
     ] = None,
     offline: Annotated[Switch, switch("offline", "Never ask the network.", RUN)] = None,
-    trust_remote_code: Annotated[Switch, switch("trust_remote_code", "Run Python code from the model's folder.", RUN)] = None,
+    trust_remote_code: Annotated[
+        Switch, switch("trust_remote_code", "Run Python code from the model's folder.", RUN)
+    ] = None,
     json: Annotated[Switch, switch("json", "Print the summary as one JSON object, on a terminal too.", RUN)] = None,
     quiet: Annotated[Switch, switch("quiet", "Warnings and errors only on stderr.", RUN)] = None,
     log_format: Annotated[Text, opt("log_format", "Of the messages on stderr.", RUN, metavar="text|json")] = None,
@@ -167,7 +176,9 @@ def show(
     title_column: Annotated[Text, typer.Option("--title-column", help="Column with titles.", show_default="title")] = None,
     history_column: Annotated[
         Text,
-        typer.Option("--history-column", help="Input column with a user's history.", show_default="the run's exclude column"),
+        typer.Option(
+            "--history-column", help="Input column with a user's history.", show_default="the run's exclude column"
+        ),
     ] = None,
     json: Json = False,
 ) -> None:

@@ -19,6 +19,7 @@ from prefill_cli.errors import UsageError, nearest
 
 ENV_PREFIX = "PREFILL_SCORE_"
 NOT_OPTIONS = frozenset({"PREFILL_SCORE_DEBUG"})  # a switch for developers, not a key
+WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 CONFIG_NAMES = ("prefill-score.toml", "pyproject.toml")
 
 # Fields with this metadata change speed, display or permission, never the answer: the fingerprint leaves them out.
@@ -204,33 +205,44 @@ def _convert(name: str, value: Any, where: str, base: Path | None = None) -> Any
     """A value from any source, in the type of its field; `where` names the source in the error."""
     if name == "inputs":
         return tuple(value)
-    kind, choices = _keys()[name], ()
-    if isinstance(kind, types.UnionType):  # X | None: the field's own None is "not given"
-        kind = next(a for a in typing.get_args(kind) if a is not type(None))
-    if typing.get_origin(kind) is Literal:
-        kind, choices = str, typing.get_args(kind)
     if name == "max_batch_tokens" and value == "auto":
         return None
     if name == "max_rejects" and type(value) is int:
         value = str(value)
+    kind = _keys()[name]
+    if isinstance(kind, types.UnionType):  # X | None: the field's own None is "not given"
+        kind = next(a for a in typing.get_args(kind) if a is not type(None))
     if typing.get_origin(kind) is tuple:
-        parts = value.split(",") if isinstance(value, str) else value
-        if not isinstance(parts, list | tuple) or not all(isinstance(p, str) and p.strip() for p in parts):
-            raise UsageError(f"{where}: expected column names, not {value!r}")
-        return tuple(p.strip() for p in parts)
-    if kind is bool and isinstance(value, str):
-        value = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}.get(
-            value.strip().lower(), value
-        )
-    if kind is int and isinstance(value, str) and re.fullmatch(r"\s*[+-]?\d+\s*", value):
-        value = int(value)
-    if kind is Path and isinstance(value, str | Path) and str(value):
+        return _names(value, where)
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            raise UsageError(f"{where}: must be {', '.join(choices[:-1])} or {choices[-1]}, not {value!r}")
+        return value
+    value = _scalar(kind, value, where)
+    if kind is Path:
         return (base or Path()) / value
-    if type(value) is not kind:
-        expected = {int: "a whole number", bool: "true or false", Path: "a path", str: "text"}[kind]
-        raise UsageError(f"{where}: expected {expected}, not {value!r}")
-    if choices and value not in choices:
-        raise UsageError(f"{where}: must be {', '.join(choices[:-1])} or {choices[-1]}, not {value!r}")
     if name == "model" and base and (base / value).is_dir():  # a folder beside the file, else a hub name
         return str(base / value)
+    return value
+
+
+def _names(value: Any, where: str) -> tuple[str, ...]:
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not all(isinstance(p, str) and p.strip() for p in parts):
+        raise UsageError(f"{where}: expected column names, not {value!r}")
+    return tuple(p.strip() for p in parts)
+
+
+def _scalar(kind: type, value: Any, where: str) -> Any:
+    """Text from a variable or the command line becomes a number or a yes/no; a TOML value has to be one already."""
+    if isinstance(value, str) and kind is bool:
+        value = WORDS.get(value.strip().lower(), value)
+    elif isinstance(value, str) and kind is int and re.fullmatch(r"\s*[+-]?\d+\s*", value):
+        value = int(value)
+    elif isinstance(value, str | Path) and kind is Path and str(value):
+        value = Path(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        expected = {int: "a whole number", bool: "true or false", Path: "a path", str: "text"}[kind]
+        raise UsageError(f"{where}: expected {expected}, not {value!r}")
     return value

@@ -20,7 +20,7 @@ ALWAYS_SHOWN = {"status", "output", "rows", "rows_out", "rejects", "tokens", "de
 
 def stderr() -> IO[str]:
     """sys.stderr, or nowhere when the process was started without one."""
-    return sys.stderr if sys.stderr is not None else open(os.devnull, "w")  # noqa: SIM115 - lives as long as we do
+    return sys.stderr if sys.stderr is not None else open(os.devnull, "w")
 
 
 def on_terminal(stream: IO[str] | None) -> bool:

@@ -6,7 +6,7 @@ PrefillScoreError        1   a bug of ours, if it ever surfaces as itself
 ├── ItemsError           4   whoever makes the item embeddings
 ├── ModelError           5   whoever makes or places the model
 ├── OutputError          6   whoever owns the output folder and its disk
-└── TooManyRejects       7   whoever makes the prompts; the work done is kept
+└── TooManyRejectsError       7   whoever makes the prompts; the work done is kept
 
 Interrupted          128+n   signal n ended the run; a KeyboardInterrupt, so that no `except Exception` swallows it
 
@@ -54,7 +54,7 @@ class OutputError(PrefillScoreError):
     exit_code = 6
 
 
-class TooManyRejects(PrefillScoreError):
+class TooManyRejectsError(PrefillScoreError):
     """More input rows were rejected than --max-rejects allows; nothing was published."""
 
     exit_code = 7

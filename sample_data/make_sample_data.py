@@ -262,9 +262,9 @@ def recall_at_10(scores: np.ndarray, users: list[User]) -> float:
     """Share of users whose held-out item is among the ten best that they have not seen. scores: [users, items]."""
     hits = 0
     for row, user in zip(scores, users, strict=True):
-        row = row.copy()
-        row[user.history] = -np.inf
-        hits += user.next_item in np.argsort(-row, kind="stable")[:10]
+        unseen = row.copy()
+        unseen[user.history] = -np.inf
+        hits += user.next_item in np.argsort(-unseen, kind="stable")[:10]
     return hits / len(users)
 
 
@@ -330,8 +330,10 @@ def main() -> None:
     taken = np.bincount([i for u in others for i in [*u.history, u.next_item]], minlength=len(catalogue.titles))
     by_model = recall_at_10(user_vectors(model, tokenizer, prompts) @ items.numpy().T, users)
     by_popularity = recall_at_10(np.tile(taken.astype(np.float32), (len(users), 1)), users)
-    print(f"recall@10 on {len(users)} held-out items: model {by_model:.3f}, popularity {by_popularity:.3f}, "
-          f"ratio {by_model / by_popularity:.1f}")
+    print(
+        f"recall@10 on {len(users)} held-out items: model {by_model:.3f}, popularity {by_popularity:.3f}, "
+        f"ratio {by_model / by_popularity:.1f}"
+    )
 
 
 if __name__ == "__main__":

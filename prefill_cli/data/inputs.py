@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,8 @@ from urllib.parse import unquote, urlsplit
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from prefill_cli.arrow import is_binary, is_list, is_text, plain_type
 from prefill_cli.config import RunConfig
-from prefill_cli.data.arrow import is_list, is_text, plain_type
 from prefill_cli.errors import InputError, UsageError, nearest
 
 log = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ def hive_columns(path: str) -> dict[str, str]:
     return {key: unquote(value) for key, _, value in pairs if key}
 
 
-def _reconcile(files: tuple[InputFile, ...], name: str, what: str, fits: "Fits") -> pa.DataType:
+def _reconcile(files: tuple[InputFile, ...], name: str, what: str, fits: Callable[[pa.DataType], bool]) -> pa.DataType:
     """The one type that column `name` has in all files, dictionaries decoded and null columns ignored.
 
     Text kinds and integer widths may differ between files; the wider one is taken.
@@ -251,18 +251,16 @@ def _wider(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
 def _holds(kind: pa.DataType, other: pa.DataType) -> bool:
     signed, other_signed = pa.types.is_signed_integer(kind), pa.types.is_signed_integer(other)
     if signed == other_signed:
-        return kind.bit_width >= other.bit_width
-    return signed and kind.bit_width > other.bit_width
+        return bool(kind.bit_width >= other.bit_width)
+    return bool(signed and kind.bit_width > other.bit_width)
 
 
 def _is_id(kind: pa.DataType) -> bool:
-    checks = (pa.types.is_integer, is_text, pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view,
-              pa.types.is_fixed_size_binary, pa.types.is_date)
-    return any(check(kind) for check in checks)
+    return is_text(kind) or is_binary(kind) or bool(pa.types.is_integer(kind) or pa.types.is_date(kind))
 
 
 def _is_token_ids(kind: pa.DataType) -> bool:
-    return is_list(kind) and (pa.types.is_integer(kind.value_type) or pa.types.is_null(kind.value_type))
+    return is_list(kind) and bool(pa.types.is_integer(kind.value_type) or pa.types.is_null(kind.value_type))
 
 
 def _is_messages(kind: pa.DataType) -> bool:

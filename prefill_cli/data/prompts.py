@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from prefill_cli.arrow import invalid_text, is_text, to_working
 from prefill_cli.config import RunConfig
-from prefill_cli.data.arrow import invalid_text, is_text, to_working
 from prefill_cli.data.inputs import InputFile, InputPlan, Shard, first_line, hive_columns
 from prefill_cli.data.rejects import Reject
 from prefill_cli.errors import InputError
@@ -153,8 +153,8 @@ def _batch_rows(metadata: pq.FileMetaData, group: int, columns: list[str]) -> in
     if not chunks.num_rows:
         return BATCH_ROWS
     used = (chunks.column(i) for i in range(chunks.num_columns))
-    wanted = sum(c.total_uncompressed_size for c in used if c.path_in_schema.split(".")[0] in columns)
-    return max(1, min(BATCH_ROWS, BATCH_BYTES * chunks.num_rows // max(wanted, 1)))
+    wanted: int = sum(c.total_uncompressed_size for c in used if c.path_in_schema.split(".")[0] in columns)
+    return max(1, min(BATCH_ROWS, BATCH_BYTES * int(chunks.num_rows) // max(wanted, 1)))
 
 
 def _cast(ids: pa.Array, kind: pa.DataType, path: str) -> pa.Array:

@@ -64,8 +64,10 @@ def plan_format(config: RunConfig, plan: InputPlan, item_id_type: pa.DataType) -
 
 def write_part(path: Path, form: Format, groups: Iterable[tuple[pa.Table, Lists]]) -> int:
     """Write one part from (id and kept columns, lists) pairs, each a row group; returns its rows (long: list entries)."""
-    tables = (_nested(columns, lists, form.result) if form.layout == "nested" else _long(columns, lists, form.result)
-              for columns, lists in groups)
+    tables = (
+        _nested(columns, lists, form.result) if form.layout == "nested" else _long(columns, lists, form.result)
+        for columns, lists in groups
+    )
     return _write(path, form.result, tables)
 
 

@@ -107,11 +107,12 @@ def _rejects_of(piece: Piece, found: dict[int, Reject], schema: pa.Schema) -> pa
     broken = [found[i].reason == "bad_text" and found[i].detail.startswith(f"column {schema.names[0]} ") for i in rows]
     if any(broken):
         ids = pa.array([None if bad else cell.as_py() for bad, cell in zip(broken, ids, strict=True)], ids.type)
-    return _reject_table(schema, ids, [piece.path] * len(rows), [piece.first_row + i for i in rows], [found[i] for i in rows])
+    return _reject_table(
+        schema, ids, [piece.path] * len(rows), [piece.first_row + i for i in rows], [found[i] for i in rows]
+    )
 
 
 def _reject_table(schema: pa.Schema, ids: pa.Array, files: list[str], rows: list[int], why: list[Reject]) -> pa.Table:
-    details = [reject.detail for reject in why]
-    arrays = [ids, files, rows, [reject.reason for reject in why], details]
-    return pa.table([pa.array(a, f.type) if isinstance(a, list) else a.cast(f.type) for a, f in zip(arrays, schema)],
-                    schema=schema)
+    columns = (files, rows, [reject.reason for reject in why], [reject.detail for reject in why])
+    arrays = [pa.array(column, kind) for column, kind in zip(columns, schema.types[1:], strict=True)]
+    return pa.table([ids.cast(schema.types[0]), *arrays], schema=schema)

@@ -81,21 +81,40 @@ class Staging:
         if self._previous.exists() and not self.out.exists():  # killed between the two renames
             self._previous.rename(self.out)
         run = read_json(self.folder / "run.json")
-        if is_finished(self.out):
-            old = (read_manifest(self.out) or {})["fingerprint"]
-            if old == fingerprint:
-                if run and run["fingerprint"] == fingerprint:
-                    self.discard()
-                return None
+        if run and run["fingerprint"] == fingerprint == self._published():  # killed after the exchange
+            self.discard()
+        if self._published() == fingerprint:
+            return None
+        self._check_place(fingerprint, overwrite)
+        return self._take_up(run, fingerprint, choices, overwrite)
+
+    def _published(self) -> Fingerprint | None:
+        return (read_manifest(self.out) or {}).get("fingerprint") if is_finished(self.out) else None
+
+    def _check_place(self, fingerprint: Fingerprint, overwrite: bool) -> None:
+        """That OUT may be replaced."""
+        if (old := self._published()) is not None:
             self._refuse_unless(overwrite, f"{self.out} holds the result of another run", old, fingerprint)
         elif self.out.is_dir() and read_manifest(self.out) is None and any(self.out.iterdir()):
-            raise OutputError(f"{self.out}: the folder is not empty and no run of prefill-score made it; name another --output")
+            raise OutputError(
+                f"{self.out}: the folder is not empty and no run of prefill-score made it; name another --output"
+            )
         elif self.out.exists() and not self.out.is_dir():
             raise OutputError(f"{self.out}: there is a file of that name; name another --output")
+
+    def _take_up(
+        self, run: dict[str, Any] | None, fingerprint: Fingerprint, choices: dict[str, Any], overwrite: bool
+    ) -> dict[str, Any]:
+        """The staging folder, with what an earlier start of the same run left in it or empty; returns the choices."""
         if run is None and self.folder.exists() and any(p.suffix != ".tmp" for p in self.folder.iterdir()):
             raise OutputError(f"{self.folder}: not a staging folder of prefill-score, but in its place; move it away")
         if run and run["fingerprint"] != fingerprint:
-            self._refuse_unless(overwrite or not self.has_receipts(), f"{self.folder} holds leftovers of another run", run["fingerprint"], fingerprint)
+            self._refuse_unless(
+                overwrite or not self.has_receipts(),
+                f"{self.folder} holds leftovers of another run",
+                run["fingerprint"],
+                fingerprint,
+            )
             self.discard()
             run = None
         with writing(self.folder):

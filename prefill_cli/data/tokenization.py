@@ -16,8 +16,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from prefill_cli.arrow import invalid_text
 from prefill_cli.config import RunConfig
-from prefill_cli.data.arrow import invalid_text
 from prefill_cli.data.rejects import Reject
 from prefill_cli.errors import ModelError, UsageError
 
@@ -92,7 +92,8 @@ class PromptTokenizer:
     def describe(self, text: str) -> list[tuple[int, str]]:
         """(id, token) pairs of a text, special tokens included."""
         ids = self._fit(self._encode([text])[0], Tokenized([]))
-        return [] if isinstance(ids, Reject) else list(zip(ids.tolist(), self._tokenizer.convert_ids_to_tokens(ids.tolist())))
+        numbers = [] if isinstance(ids, Reject) else ids.tolist()
+        return list(zip(numbers, self._tokenizer.convert_ids_to_tokens(numbers), strict=True))
 
     # --- the three kinds of column ---------------------------------------------------------------------------------
 
@@ -161,7 +162,9 @@ class PromptTokenizer:
         self._backend.encode_special_tokens = plain
         try:
             for start in range(0, len(texts), TOKENIZER_ROWS):
-                batch = self._backend.encode_batch_fast(list(texts[start : start + TOKENIZER_ROWS]), add_special_tokens=False)
+                batch = self._backend.encode_batch_fast(
+                    list(texts[start : start + TOKENIZER_ROWS]), add_special_tokens=False
+                )
                 encoded += [np.array(e.ids, np.int32) for e in batch]
         finally:
             self._backend.encode_special_tokens = False
@@ -185,9 +188,7 @@ class PromptTokenizer:
         parts = [text.split(MARK) for text in texts]
         controlled = iter(self._encode([p for pieces in parts for p in pieces[0::2]]))
         plain = iter(self._encode([p for pieces in parts for p in pieces[1::2]], plain=True))
-        return [
-            np.concatenate([next(plain if n % 2 else controlled) for n in range(len(pieces))]) for pieces in parts
-        ]
+        return [np.concatenate([next(plain if n % 2 else controlled) for n in range(len(pieces))]) for pieces in parts]
 
     def _spells_control_token(self, text: str) -> bool:
         return bool(self._control_pattern and self._control_pattern.search(text))

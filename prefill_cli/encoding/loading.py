@@ -76,7 +76,7 @@ def _find_folder(config: RunConfig) -> Path:
     if path.exists() or looks_local:
         raise ModelError(f"--model {config.model}: no such folder")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
     try:
@@ -131,8 +131,8 @@ def quiet_transformers() -> None:
     """No bars and no advice on stderr: what matters is checked and said here."""
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def choose_device(requested: str) -> str:
@@ -193,7 +193,11 @@ def load_base_model(folder: ModelFolder, device: str, dtype: str, trust_remote_c
         raise ModelError(f"{folder.path}: the model cannot be loaded: {_first_line(error)}") from None
     unexpected = [k for k in report["unexpected_keys"] if not k.startswith(UNUSED_HEADS)]
     ill_shaped = [str(k[0] if isinstance(k, tuple) else k) for k in report["mismatched_keys"]]
-    for what, names in (("misses", report["missing_keys"]), ("has no place for", unexpected), ("has ill-shaped", ill_shaped)):
+    for what, names in (
+        ("misses", report["missing_keys"]),
+        ("has no place for", unexpected),
+        ("has ill-shaped", ill_shaped),
+    ):
         if names:
             raise ModelError(f"{folder.path}: the model {what} {len(names)} tensors: {', '.join(sorted(names)[:3])}")
     return model.eval()

@@ -29,9 +29,7 @@ class PlainEncoder:
     max_batch_tokens: padded cells of a batch.
     """
 
-    def __init__(
-        self, model: Any, *, pooling: str, dims: int | None, normalize: bool, max_batch_tokens: int
-    ) -> None:
+    def __init__(self, model: Any, *, pooling: str, dims: int | None, normalize: bool, max_batch_tokens: int) -> None:
         self._model = model
         self._pool = POOLINGS[pooling]
         self._dims = dims
@@ -56,7 +54,7 @@ class PlainEncoder:
         if len(again):
             model = float32_copy(self._model)
             for row in again:
-                vectors[row] = self._forward(model, [input_ids[row]])[0]
+                vectors[row] = self._forward(model, [input_ids[int(row)]])[0]
         return Encoded(vectors, batches, cells + int(lengths[again].sum()), len(again))
 
     def _forward(self, model: Any, rows: list[npt.NDArray[np.int32]]) -> npt.NDArray[np.float32]:

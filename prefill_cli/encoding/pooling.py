@@ -55,4 +55,6 @@ def stored_pooling(folder: Path) -> str | None:
     names += [key.removeprefix("pooling_mode_") for key, value in stored.items() if value is True and "pooling_mode_" in key]
     if len(names) == 1 and names[0] in STORED_NAMES:
         return STORED_NAMES[names[0]]
-    raise ModelError(f"{path}: pooling {' + '.join(names) or 'none'} is not one of last, mean, first; choose one by --pooling")
+    raise ModelError(
+        f"{path}: pooling {' + '.join(names) or 'none'} is not one of last, mean, first; choose one by --pooling"
+    )

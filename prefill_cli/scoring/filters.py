@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from prefill_cli.arrow import is_binary, is_text
 from prefill_cli.errors import InputError, ItemsError, PrefillScoreError
 from prefill_cli.scoring.item_files import id_column
 
@@ -85,9 +86,9 @@ class ItemIndex:
             # One type in which equal numbers are equal; beside uint64 only a decimal holds both signs.
             wide = pa.decimal128(20) if pa.uint64() in (kind, own) else pa.int64()
             values, ids = values.cast(wide), self._ids.cast(wide)
-        elif _is_text(kind) and _is_text(own):
+        elif is_text(kind) and is_text(own):
             values, ids = values.cast(pa.large_string()), self._ids.cast(pa.large_string())
-        elif _is_binary(kind) and _is_binary(own):
+        elif is_binary(kind) and is_binary(own):
             values, ids = values.cast(pa.large_binary()), self._ids.cast(pa.large_binary())
         else:
             raise error(f"{where} has ids of type {kind}, but item ids are {own}: none could ever match")
@@ -118,11 +119,3 @@ class ItemIndex:
             return pa.array(lines, pa.large_string()).cast(self._ids.type)
         except pa.ArrowInvalid:
             raise ItemsError(f"{path}: holds ids that are not {self._ids.type}, which item ids are") from None
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-
-
-def _is_binary(kind: pa.DataType) -> bool:
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)

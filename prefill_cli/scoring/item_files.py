@@ -13,14 +13,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from prefill_cli.arrow import is_binary, is_list, is_text
 from prefill_cli.config import RunConfig
 from prefill_cli.errors import ItemsError, UsageError, nearest
 
 PROVENANCE_KEY = "prefill-score"  # of the file's metadata; the value is a JSON object
 TENSOR = "embeddings"
 PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".npz")
-ID_CHECKS = (pa.types.is_integer, pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary,
-             pa.types.is_fixed_size_binary)
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,9 @@ def read(config: RunConfig) -> RawItems:
     if suffix in (".safetensors", ".npy"):
         return _read_matrix(config, path, suffix)
     if config.item_ids:
-        raise UsageError(f"--item-ids goes with .safetensors or .npy; {path} has its ids in column {config.item_id_column!r}")
+        raise UsageError(
+            f"--item-ids goes with .safetensors or .npy; {path} has its ids in column {config.item_id_column!r}"
+        )
     return _read_parquet(config, _parts(path))
 
 
@@ -81,11 +82,13 @@ def _read_parquet(config: RunConfig, parts: list[str]) -> RawItems:
         except (OSError, pa.ArrowException) as error:
             raise ItemsError(f"{part}: not readable as Parquet: {str(error).splitlines()[0]}") from None
         provenance = _provenance(part, (file.schema_arrow.metadata or {}).get(PROVENANCE_KEY.encode()))
-    ids = pa.concat_arrays([c for part, t in zip(parts, tables) for c in _ids(t[config.item_id_column], part)])
-    vectors, null_rows = _matrix([(p, t[config.embedding_column]) for p, t in zip(parts, tables)])
+    ids = pa.concat_arrays([c for part, t in zip(parts, tables, strict=True) for c in _ids(t[config.item_id_column], part)])
+    vectors, null_rows = _matrix([(p, t[config.embedding_column]) for p, t in zip(parts, tables, strict=True)])
     bias = None
     if config.item_bias_column:
-        bias = np.concatenate([_bias(t[config.item_bias_column], config.item_bias_column, p) for p, t in zip(parts, tables)])
+        bias = np.concatenate(
+            [_bias(t[config.item_bias_column], config.item_bias_column, p) for p, t in zip(parts, tables, strict=True)]
+        )
     return RawItems(ids, vectors, _digest(parts), null_rows, bias, provenance)
 
 
@@ -94,7 +97,7 @@ def _ids(column: pa.ChunkedArray, part: str) -> list[pa.Array]:
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     if pa.types.is_string_view(kind):
         kind = pa.large_string()
-    if not any(check(kind) for check in ID_CHECKS):
+    if not (pa.types.is_integer(kind) or is_text(kind) or is_binary(kind)):
         raise ItemsError(f"{part}: item ids are {kind}; they must be integers, text or binary")
     return [c.cast(kind) for c in chunks] or [pa.array([], kind)]
 
@@ -105,11 +108,9 @@ def _matrix(columns: list[tuple[str, pa.ChunkedArray]]) -> tuple[npt.NDArray[Any
     vectors: npt.NDArray[Any] = np.empty((0, 0), np.float32)
     for part, column in columns:
         kind = column.type
-        lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-        if not lists or not pa.types.is_floating(kind.value_type):
+        if not is_list(kind) or not pa.types.is_floating(kind.value_type):
             raise ItemsError(f"{part}: the embedding column is {kind}; it must be a list of float16, float32 or float64")
-        for chunk in column.chunks:
-            chunk = chunk.cast(pa.large_list(kind.value_type))
+        for chunk in column.cast(pa.large_list(kind.value_type)).chunks:
             lengths = np.diff(chunk.offsets.to_numpy())
             lengths[chunk.is_null().to_numpy(zero_copy_only=False)] = -1
             if not width and (lengths > 0).any():
@@ -140,28 +141,16 @@ def _matrix(columns: list[tuple[str, pa.ChunkedArray]]) -> tuple[npt.NDArray[Any
 def _bias(column: pa.ChunkedArray, name: str, part: str) -> npt.NDArray[np.float32]:
     if not (pa.types.is_floating(column.type) or pa.types.is_integer(column.type)):
         raise ItemsError(f"{part}: bias column {name!r} is {column.type}; it must be a number")
-    return column.cast(pa.float64()).to_numpy(zero_copy_only=False).astype(np.float32)  # null becomes NaN
+    bias: npt.NDArray[np.float32] = column.cast(pa.float64()).to_numpy(zero_copy_only=False).astype(np.float32)
+    return bias  # where it was null it is NaN now
 
 
 def _read_matrix(config: RunConfig, path: str, suffix: str) -> RawItems:
     """[N, d] from safetensors or npy, ids from --item-ids or row numbers."""
     if config.item_bias_column:
         raise UsageError(f"--item-bias-column needs a Parquet item file; {path} has no columns")
-    provenance: dict[str, Any] = {}
     try:
-        if suffix == ".npy":
-            vectors = np.load(path, mmap_mode="r", allow_pickle=False)
-        else:
-            from safetensors import safe_open
-
-            with safe_open(path, framework="np") as file:
-                if TENSOR not in file.keys():
-                    raise ItemsError(f"{path}: no tensor {TENSOR!r}{nearest(TENSOR, file.keys())}")
-                if file.get_slice(TENSOR).get_dtype() == "BF16":
-                    vectors = _bfloat16(path)
-                else:
-                    vectors = file.get_tensor(TENSOR)
-                provenance = _provenance(path, (file.metadata() or {}).get(PROVENANCE_KEY))
+        vectors, provenance = (np.load(path, mmap_mode="r"), {}) if suffix == ".npy" else _safetensors(path)
     except FileNotFoundError:
         raise ItemsError(f"--items {path}: no such file") from None
     except ItemsError:
@@ -170,15 +159,26 @@ def _read_matrix(config: RunConfig, path: str, suffix: str) -> RawItems:
         raise ItemsError(f"{path}: not readable as {suffix[1:]}: {str(error).splitlines()[0]}") from None
     if vectors.ndim != 2 or vectors.dtype.kind != "f":
         raise ItemsError(f"{path}: expected a matrix of floats [items, width], found {vectors.dtype} {list(vectors.shape)}")
-    digested = [path]
-    if config.item_ids:
-        digested.append(str(config.item_ids))
-        ids = id_column(config.item_ids, config.item_id_column)
-        if len(ids) != len(vectors):
-            raise ItemsError(f"{config.item_ids} has {len(ids)} ids, but {path} has {len(vectors)} rows")
-    else:
-        ids = pa.array(np.arange(len(vectors), dtype=np.int64))
-    return RawItems(ids, vectors, _digest(digested), provenance=provenance)
+    if not config.item_ids:
+        return RawItems(pa.array(np.arange(len(vectors), dtype=np.int64)), vectors, _digest([path]), provenance=provenance)
+    ids = id_column(config.item_ids, config.item_id_column)
+    if len(ids) != len(vectors):
+        raise ItemsError(f"{config.item_ids} has {len(ids)} ids, but {path} has {len(vectors)} rows")
+    return RawItems(ids, vectors, _digest([path, str(config.item_ids)]), provenance=provenance)
+
+
+def _safetensors(path: str) -> tuple[npt.NDArray[Any], dict[str, Any]]:
+    """The embeddings [N, d] (bfloat16 becomes float32, which NumPy has) and the provenance."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="np") as file:
+        names = list(file.keys())
+        if TENSOR not in names:
+            raise ItemsError(f"{path}: no tensor {TENSOR!r}{nearest(TENSOR, names)}")
+        provenance = _provenance(path, (file.metadata() or {}).get(PROVENANCE_KEY))
+        if file.get_slice(TENSOR).get_dtype() != "BF16":
+            return file.get_tensor(TENSOR), provenance
+    return _bfloat16(path), provenance
 
 
 def _bfloat16(path: str) -> npt.NDArray[np.float32]:

@@ -76,8 +76,13 @@ def load_items(config: RunConfig, hidden_size: int | None) -> Items:
         )
     ids, bias = raw.ids, raw.bias
     if len(bad_rows):
-        log.warning("%s: %d of %d items are left out (--bad-items drop): %s", where, len(bad_rows), len(ids),
-                    _examples(ids, bad_rows))
+        log.warning(
+            "%s: %d of %d items are left out (--bad-items drop): %s",
+            where,
+            len(bad_rows),
+            len(ids),
+            _examples(ids, bad_rows),
+        )
         keep = np.setdiff1d(np.arange(len(ids)), bad_rows)
         ids, vectors, bias = ids.take(pa.array(keep)), vectors[keep], None if bias is None else bias[keep]
     if not len(ids):

@@ -4,12 +4,13 @@ The score of a (user, item) pair is the float64 dot product of the two float32 v
 float32. It depends on the pair alone: not on the block, the batch or k. Order: score descending, then item row ascending.
 
 Computing all scores that way would cost too much, so blocks of items are scanned by a float32 matrix product, whose
-rounding depends on shapes, and only what could be in the answer is rescored. With u = 2^-24 and width d, a float32 product
-in any order of summation, with or without fused multiply-add, is off by at most g |q||x|, g = d u / (1 - d u) (Higham,
-Accuracy and Stability of Numerical Algorithms, 2002, section 3.1, and Cauchy-Schwarz). Adding the bias and rounding the
-exact score add at most u (|q||x| + |b|) each, and a third such term pays for rounding the comparison itself. Let E be that sum for the longest item and the largest bias, and t the
-k-th largest scanned score. The k items at t or above have exact scores of at least t - E; an item scanned below t - 2 E
-has an exact score below t - E, so it is below k others. What is scanned at t - 2 E or above is rescored, ties and all.
+rounding depends on shapes, and only what could be in the answer is rescored. With u = 2^-24 and width d, a float32
+product in any order of summation, with or without fused multiply-add, is off by at most g |q||x|, g = d u / (1 - d u)
+(Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1, and Cauchy-Schwarz). Adding the bias and
+rounding the exact score add at most u (|q||x| + |b|) each, and a third such term pays for rounding the comparison
+itself. Let E be that sum for the longest item and the largest bias, and t the k-th largest scanned score. The k items
+at t or above have exact scores of at least t - E; an item scanned below t - 2 E has an exact score below t - E, so it
+is below k others. What is scanned at t - 2 E or above is rescored, ties and all.
 """
 
 from collections.abc import Iterator
@@ -45,26 +46,29 @@ def overflowing(queries: npt.NDArray[np.float32], items: Items) -> npt.NDArray[n
     longest, bias = _extremes(items)
     with np.errstate(over="ignore"):
         reach = np.sqrt(np.square(queries, dtype=np.float64).sum(axis=1)) * longest + bias
-    return ~(reach < np.finfo(np.float32).max / 4)
+    too_far: npt.NDArray[np.bool_] = ~(reach < np.finfo(np.float32).max / 4)
+    return too_far
 
 
-def search(
-    queries: npt.NDArray[np.float32],
-    items: Items,
-    k: int,
-    filters: Filters,
-    allowed: npt.NDArray[np.bool_] | None = None,
-    device: str = "cpu",
-) -> TopK:
+@dataclass(frozen=True)
+class Catalogue:
+    """What is searched: N items, a mask [N] of those that anybody may get (None: all), the device that scans them."""
+
+    items: Items
+    allowed: npt.NDArray[np.bool_] | None = None
+    device: str = "cpu"
+
+
+def search(queries: npt.NDArray[np.float32], catalogue: Catalogue, k: int, filters: Filters) -> TopK:
     """The k best items of each user after the filters; fewer where fewer are left.
 
-    queries: [n, d] finite, d = items.width. allowed: [N] items that anybody may get, None for all.
+    queries: [n, d] finite, d = catalogue.items.width. filters: of the same n users.
     """
     rows = max(1, min(QUERY_ROWS, SURVIVOR_LIMIT // (2 * k)))
     parts = [
         part
         for start in range(0, len(queries), rows)
-        for part in _search_rows(queries, items, k, filters, allowed, device, start, min(start + rows, len(queries)))
+        for part in _search_rows(queries[start : start + rows], catalogue, k, filters.of_users(start, start + rows))
     ]
     lengths = np.concatenate([np.zeros(1, np.int64), *(np.diff(p.offsets) for p in parts)])
     return TopK(
@@ -74,26 +78,15 @@ def search(
     )
 
 
-def _search_rows(
-    queries: npt.NDArray[np.float32],
-    items: Items,
-    k: int,
-    filters: Filters,
-    allowed: npt.NDArray[np.bool_] | None,
-    device: str,
-    start: int,
-    stop: int,
-) -> Iterator[TopK]:
-    """Users start … stop - 1, in halves where too many pairs survive the scan (a catalogue of equal items, say)."""
-    scan = _Scan(queries[start:stop], items, k, device)
-    mask = _Mask(filters.of_users(start, stop), allowed, device)
-    block = max(1, min(BLOCK_ITEMS, SCAN_CELLS // (stop - start)))
-    for first in range(0, len(items), block):
-        scan.add(first, min(first + block, len(items)), mask)
-        if scan.survivors > SURVIVOR_LIMIT and stop - start > 1:
-            middle = (start + stop) // 2
-            yield from _search_rows(queries, items, k, filters, allowed, device, start, middle)
-            yield from _search_rows(queries, items, k, filters, allowed, device, middle, stop)
+def _search_rows(queries: npt.NDArray[np.float32], catalogue: Catalogue, k: int, filters: Filters) -> Iterator[TopK]:
+    """Users together, or in halves where too many pairs survive the scan (a catalogue of equal items, say)."""
+    scan, mask, n = _Scan(queries, catalogue, k), _Mask(filters, catalogue), len(queries)
+    block = max(1, min(BLOCK_ITEMS, SCAN_CELLS // n))
+    for first in range(0, len(catalogue.items), block):
+        scan.add(first, min(first + block, len(catalogue.items)), mask)
+        if scan.survivors > SURVIVOR_LIMIT and n > 1:
+            for a, b in ((0, n // 2), (n // 2, n)):
+                yield from _search_rows(queries[a:b], catalogue, k, filters.of_users(a, b))
             return
     yield scan.finish()
 
@@ -101,7 +94,8 @@ def _search_rows(
 class _Scan:
     """The pass over all items for n users: the k best scanned scores so far, and the pairs that may be in the answer."""
 
-    def __init__(self, queries: npt.NDArray[np.float32], items: Items, k: int, device: str) -> None:
+    def __init__(self, queries: npt.NDArray[np.float32], catalogue: Catalogue, k: int) -> None:
+        items, device = catalogue.items, catalogue.device
         self._queries, self._items, self._k, self._device = queries, items, k, device
         self._on_device = torch.from_numpy(queries).to(device)
         self._best = torch.full((len(queries), 1), -torch.inf, device=device)
@@ -159,7 +153,8 @@ class _Scan:
 class _Mask:
     """Sets scanned scores of pairs that are not allowed to -inf."""
 
-    def __init__(self, filters: Filters, allowed: npt.NDArray[np.bool_] | None, device: str) -> None:
+    def __init__(self, filters: Filters, catalogue: Catalogue) -> None:
+        allowed, device = catalogue.allowed, catalogue.device
         self._device = device
         self._denied = None if allowed is None else torch.from_numpy(~allowed).to(device)
         self._exclude = _by_item(filters.exclude)

@@ -119,8 +119,12 @@ def _result(path: Path, config: RunConfig, facts: dict[str, Any]) -> None:
     stored = manifest.read_manifest(path) or {}
     totals = stored["totals"]
     facts |= {name: totals[name] for name in ("rows", "rows_out", "rejects", "empty_lists", "tokens", "device", "dtype")}
-    facts |= {"model": stored["model"]["name"], "items": stored["items"]["path"], "top_k": stored["options"]["top_k"],
-              "layout": stored["options"]["layout"]}
+    facts |= {
+        "model": stored["model"]["name"],
+        "items": stored["items"]["path"],
+        "top_k": stored["options"]["top_k"],
+        "layout": stored["options"]["layout"],
+    }
     if not manifest.is_finished(path):
         raise OutputError(f"{path}: no _SUCCESS in it, so it was changed after it was published")
     parts = sorted(path.glob("part-*.parquet"))
@@ -132,5 +136,6 @@ def _result(path: Path, config: RunConfig, facts: dict[str, Any]) -> None:
     facts["parts"] = len(parts)
     if rejects != totals["rejects"] or rows != totals["part_rows"]:
         raise OutputError(
-            f"{path}: {rows} rows and {rejects} rejects are there, {totals['part_rows']} and {totals['rejects']} were written"
+            f"{path}: {rows} rows and {rejects} rejects are there, but {totals['part_rows']} and {totals['rejects']} "
+            "were written"
         )

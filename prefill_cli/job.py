@@ -1,0 +1,113 @@
+"""What a run will do, found and checked before any weight is read: inputs, model folder, items, device, fingerprint."""
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from prefill_cli.config import RunConfig
+from prefill_cli.data import manifest, results
+from prefill_cli.data.inputs import InputPlan, Shard, plan_inputs
+from prefill_cli.data.staging import Staging, output_folder
+from prefill_cli.encoding.loading import ModelFolder, choose_device, choose_dtype, open_model_folder
+from prefill_cli.scoring.filters import ItemIndex
+from prefill_cli.scoring.items import Items, check_provenance, load_items
+from prefill_cli.scoring.topk import Catalogue
+
+log = logging.getLogger(__name__)
+AUTO_BATCH_TOKENS = {"cpu": 8_192, "mps": 16_384, "cuda": 65_536}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that is the same for all shards of a run."""
+
+    config: RunConfig
+    plan: InputPlan
+    folder: ModelFolder
+    items: Items
+    allowed: npt.NDArray[np.bool_] | None  # [N] items that anybody may get; None: all
+    unknown_ids: int  # in --allow and --deny
+    form: results.Format
+    device: str
+    dtype: str
+    max_batch_tokens: int
+    staging: Staging
+
+    @property
+    def catalogue(self) -> Catalogue:
+        return Catalogue(self.items, self.allowed, self.device)
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether vectors are scaled to length 1, on both sides."""
+        return self.config.normalize or self.config.score == "cosine"
+
+    @property
+    def shards(self) -> list[Shard]:
+        return self.plan.shards(self.config.shard_rows)
+
+
+def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
+    """Find and check everything that can be wrong, cheapest first, before any weight is read."""
+    out = output_folder(config)
+    plan = plan_inputs(config)
+    folder = open_model_folder(config)
+    items = load_items(config, folder.hidden_size)
+    form = results.plan_format(config, plan, items.ids.type)
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    made_with = {"model_sha256": folder.weights_sha256, "pooling": folder.pooling, "dims": config.dims}
+    if "model_sha256" not in items.provenance:
+        made_with |= {"model": config.model, "revision": config.revision}
+    check_provenance(items, config, made_with)
+    allowed, unknown, digests = _allowed_items(config, items)
+    job = Job(
+        config=config,
+        plan=plan,
+        folder=folder,
+        items=items,
+        allowed=allowed,
+        unknown_ids=unknown,
+        form=form,
+        device=device,
+        dtype=dtype,
+        max_batch_tokens=config.max_batch_tokens or AUTO_BATCH_TOKENS[device.partition(":")[0]],
+        staging=Staging(out),
+    )
+    log.info(
+        "%d rows in %d files, %d items, %s in %s on %s", plan.rows, len(plan.files), len(items), config.model, dtype, device
+    )
+    return job, _fingerprint(job) | digests
+
+
+def _allowed_items(config: RunConfig, items: Items) -> tuple[npt.NDArray[np.bool_] | None, int, dict[str, str]]:
+    """--allow and --deny as one mask, their unknown ids, and digests of which items they named."""
+    if not (config.allow or config.deny):
+        return None, 0, {}
+    index, allowed, unknown = ItemIndex(items.ids), np.ones(len(items), bool), 0
+    if config.allow:
+        rows, missing = index.rows_in_file(config.allow, config.item_id_column)
+        allowed[:] = False
+        allowed[rows] = True
+        unknown += missing
+    if config.deny:
+        rows, missing = index.rows_in_file(config.deny, config.item_id_column)
+        allowed[rows] = False
+        unknown += missing
+    return allowed, unknown, {"allow_and_deny_sha256": manifest.digest(allowed.tobytes())}
+
+
+def _fingerprint(job: Job) -> manifest.Fingerprint:
+    """What the answer depends on, by names that users know."""
+    options = {k: list(v) if isinstance(v, tuple) else v for k, v in job.config.answer_options().items()}
+    return options | {
+        "device": job.device.partition(":")[0],
+        "dtype": job.dtype,
+        "pooling": job.folder.pooling,
+        "inputs_sha256": manifest.input_fingerprint(job.plan),
+        "model_weights_sha256": job.folder.weights_sha256,
+        "model_files_sha256": job.folder.files_sha256,
+        "items_sha256": job.items.sha256,
+    }

@@ -1,0 +1,72 @@
+"""What a run did: totals over the shards, and the manifest that keeps them with everything that led to them."""
+
+import resource
+import sys
+from typing import Any
+
+from prefill_cli.data import manifest
+from prefill_cli.data.staging import Receipt
+from prefill_cli.errors import PrefillScoreError
+from prefill_cli.job import Job
+
+
+def totals_of(job: Job, receipts: list[Receipt], wall_sec: float) -> dict[str, Any]:
+    """The summary: sums over the shards, whichever run did them."""
+    summed = (
+        "rows",
+        "rows_out",
+        "rejects",
+        "tokens",
+        "computed_tokens",
+        "truncated_rows",
+        "control_token_rows",
+        "retried_rows",
+        "empty_lists",
+        "unknown_ids",
+        "batches",
+        "part_rows",
+        "encode_sec",
+        "search_sec",
+    )
+    sums = {name: sum(receipt[name] for receipt in receipts) for name in summed}
+    if sums["rows"] != job.plan.rows or sums["rows"] != sums["rows_out"] + sums["rejects"]:
+        raise PrefillScoreError(
+            f"rows are unaccounted for: {job.plan.rows} in, {sums['rows_out']} out, {sums['rejects']} rejected"
+        )
+    return {
+        "status": "done",
+        "output": str(job.staging.out),
+        **sums,
+        "unknown_ids": sums["unknown_ids"] + job.unknown_ids,
+        "dropped_items": job.items.dropped,
+        "shards": len(receipts),
+        "wall_sec": wall_sec,
+        "tokens_per_sec": sums["tokens"] / sums["encode_sec"] if sums["encode_sec"] else 0.0,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        "device": job.device,
+        "dtype": job.dtype,
+    }
+
+
+def manifest_of(job: Job, fingerprint: manifest.Fingerprint, totals: dict[str, Any]) -> dict[str, Any]:
+    folder, items = job.folder, job.items
+    return {
+        "made_by": "prefill-score",
+        "format_version": manifest.FORMAT_VERSION,
+        "options": job.config.as_dict(),
+        "fingerprint": fingerprint,
+        "versions": manifest.versions(),
+        "inputs": manifest.describe_inputs(job.plan),
+        "model": {
+            "name": folder.name,
+            "revision": job.config.revision,
+            "architecture": type(folder.config).__name__,
+            "hidden_size": folder.hidden_size,
+            "pooling": folder.pooling,
+            "weights_sha256": folder.weights_sha256,
+            "max_batch_tokens": job.max_batch_tokens,
+        },
+        "items": {"path": str(job.config.items), "items": len(items), "width": items.width, "sha256": items.sha256},
+        "environment": manifest.environment(),
+        "totals": totals,
+    }
