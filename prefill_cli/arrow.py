@@ -27,7 +27,9 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def working_type(kind: pa.DataType) -> pa.DataType:
-    """The type without dictionary or view for which every compute kernel exists."""
+    """The type without dictionary, view or extension for which every compute kernel exists."""
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
     kind = plain_type(kind)
     if pa.types.is_string_view(kind):
         return pa.large_string()
@@ -35,6 +37,8 @@ def working_type(kind: pa.DataType) -> pa.DataType:
         return pa.large_binary()
     if is_list(kind):
         return pa.large_list(working_type(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(working_type(field.type)) for field in kind.fields])
     return kind
 
 

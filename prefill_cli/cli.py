@@ -1,6 +1,7 @@
 """The commands: options → RunConfig → the job. The only file that exits."""
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -12,12 +13,32 @@ from types import FrameType
 from typing import Annotated, Any, TypeAlias
 
 import typer
+from typer.core import TyperGroup
 
 from prefill_cli import __version__, console
 from prefill_cli.config import RunConfig, option, resolve
 from prefill_cli.errors import Interrupted, PrefillScoreError
 
+ClickError: type[Any] = typer.BadParameter.__mro__[2]  # ClickException: click's own or Typer's copy of it, by version
+
+
+class OneLineUsageErrors(TyperGroup):
+    """A mistake on the command line is told in one line and a hint, as every other error is."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        try:
+            code = super().main(*args, **(options | {"standalone_mode": False}))
+        except ClickError as error:
+            if message := error.format_message():  # empty where the help was printed instead
+                context = getattr(error, "ctx", None)
+                command = context.command_path if context else "prefill-score"
+                console.print_error(f"{message.rstrip('.')}; see {command} --help")
+            code = error.exit_code
+        sys.exit(code or 0)
+
+
 app = typer.Typer(
+    cls=OneLineUsageErrors,
     help="User prompts in Parquet → one prefill pass of a causal LM → the exact top-k items in Parquet.",
     no_args_is_help=True,
     add_completion=False,
@@ -55,7 +76,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 @app.command(short_help="Score prompts: the main job.")
 def run(
-    inputs: Annotated[list[str], typer.Argument(metavar="INPUT...", help="Parquet files, folders or globs.")],
+    inputs: Annotated[list[str], typer.Argument(metavar="INPUT", help="Parquet files, folders or globs.")],
     id_column: Annotated[Text, opt("id_column", "Column with the user ids.", IN)] = None,
     prompt_column: Annotated[Text, opt("prompt_column", "Column with the prompts' text.", IN)] = None,
     messages_column: Annotated[
@@ -146,9 +167,10 @@ def run(
 ) -> None:
     """Score the prompts of Parquet files against item embeddings and write each user's top-k list.
 
-    Options come from this line, else from PREFILL_SCORE_* variables, else from prefill-score.toml or
-    [tool.prefill-score] in pyproject.toml. The same command line takes up an interrupted run, and does nothing where its
-    result is there already.
+    Options come from this line, else from PREFILL_SCORE_* variables, else from prefill-score.toml
+    (or the table tool.prefill-score of pyproject.toml), else from the defaults.
+
+    The same command line takes up an interrupted run; where its result is there, it does nothing.
 
     Example: prefill-score run prompts.parquet -m ./model -i items.parquet -k 100 -o tonight
     """
@@ -195,13 +217,13 @@ def show(
 
 @app.command(short_help="Say what a file or folder is, and what is wrong with it.")
 def inspect(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Models, item files, inputs, results.")],
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Models, item files, inputs, results.")],
     config: ConfigFile = None,
     json: Json = False,
 ) -> None:
     """Say what each path is (model, items, prompts or result), what it holds, and what is wrong with it.
 
-    Column names are taken from the configuration, as for run. Exits with the code that run would.
+    Column names come from the configuration, as for run. Exits with the code that run would.
 
     Example: prefill-score inspect ./model items.parquet prompts.parquet
     """
@@ -213,6 +235,32 @@ def inspect(
         findings = [inspect_path(path, settings) for path in paths]
         console.print_findings(findings, json)
         raise typer.Exit(next((f.exit_code for f in findings if f.exit_code), 0))
+
+
+@app.command(short_help="Time this tool against the plain loop.")
+def bench(
+    inputs: Annotated[list[str], typer.Argument(metavar="INPUT", help="Parquet files with prompts.")],
+    model: Annotated[Text, typer.Option("--model", "-m", help="Folder or hub name of a causal LM.")] = None,
+    dtype: Annotated[Text, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = None,
+    max_batch_tokens: Annotated[Text, typer.Option("--max-batch-tokens", help="Token budget of a forward pass.")] = None,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="How many prompts from the beginning.")] = 512,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Passes of each way; the best one counts.")] = 3,
+    config: ConfigFile = None,
+    json: Json = False,
+) -> None:
+    """Encode prompts with this tool and with the plain Transformers loop, in one process, and compare.
+
+    Prints a table on a terminal and one JSON line last. Columns and model come as for run.
+
+    Example: prefill-score bench prompts.parquet -m ./model
+    """
+    with exits():
+        console.listen()
+        given = {"inputs": inputs, "model": model, "dtype": dtype, "max_batch_tokens": max_batch_tokens}
+        settings = resolve(given, config, needs=("model",))
+        from prefill_cli.tools import bench as tool
+
+        console.print_bench(tool.bench(settings, rows, repeat), json)
 
 
 def _version(wanted: bool) -> None:
@@ -240,7 +288,7 @@ def exits(log_format: str = "text") -> Iterator[None]:
         console.print_error(str(Interrupted(signal.SIGINT)), log_format)
         code = 128 + signal.SIGINT
     except BrokenPipeError:  # whoever read our stdout has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        console.give_up_stdout()
         code = 128 + signal.SIGPIPE
     except typer.Exit:
         raise
@@ -267,4 +315,9 @@ def main() -> None:
     """Entry point of `prefill-score`."""
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, _stop)
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # a closed stdin, stdout or stderr: without this, a
+        pass  # file of the result would take its number, and get what a library prints
+    os.close(descriptor)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # paths need not be text
     app()

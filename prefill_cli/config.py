@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,7 +115,7 @@ class RunConfig:
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(%?)", self.max_rejects.strip())
         if not match or (not match[2] and "." in match[1]) or (match[2] and float(match[1]) > 100):
             raise UsageError(f"--max-rejects must be a number of rows or a share like 2%, not {self.max_rejects!r}")
-        return int(rows * float(match[1]) / 100) if match[2] else int(match[1])
+        return int(rows * Fraction(match[1]) / 100) if match[2] else int(match[1])
 
     def answer_options(self) -> dict[str, Any]:
         """The options that change the answer, as plain values; the files they name are digested elsewhere."""
@@ -166,6 +167,8 @@ def _from_file(config_file: Path | None) -> dict[str, Any]:
         name = key.replace("-", "_")
         if name not in _keys():
             raise UsageError(f"{path}: unknown key {key!r}{nearest(name, _keys())}")
+        if name in values:
+            raise UsageError(f"{path}: key {key!r} stands there twice, with a dash and with an underscore")
         values[name] = _convert(name, value, f"{path}: key {key!r}", path.parent)
     return values
 
@@ -183,7 +186,10 @@ def _find_table(config_file: Path | None) -> tuple[Path, dict[str, Any]]:
         except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise UsageError(f"{path}: not readable as TOML: {error}") from None
         if path.name == "pyproject.toml":
-            table = table.get("tool", {}).get("prefill-score", {})
+            tools = table.get("tool", {})
+            table = tools.get("prefill-score", {}) if isinstance(tools, dict) else tools
+            if not isinstance(table, dict):
+                raise UsageError(f"{path}: tool.prefill-score is not a table")
         if table or config_file:
             return path, table
     return Path(), {}

@@ -1,5 +1,6 @@
 """Everything printed. stdout: the result alone. stderr: messages and progress, plain where nobody watches."""
 
+import contextlib
 import json
 import logging
 import os
@@ -7,6 +8,8 @@ import sys
 import time
 from datetime import UTC, datetime
 from typing import IO, Any
+
+from prefill_cli.errors import OutputError
 
 LINE_EVERY_SEC = 30.0
 SUMMARY = (  # what a person wants to see first, and how
@@ -18,9 +21,31 @@ SUMMARY = (  # what a person wants to see first, and how
 ALWAYS_SHOWN = {"status", "output", "rows", "rows_out", "rejects", "tokens", "device", "dtype"}
 
 
-def stderr() -> IO[str]:
-    """sys.stderr, or nowhere when the process was started without one."""
-    return sys.stderr if sys.stderr is not None else open(os.devnull, "w")
+def say(line: str) -> None:
+    """One line on stderr. There may be none, and whoever listened may leave; the work goes on."""
+    with contextlib.suppress(OSError):
+        if sys.stderr is not None:
+            print(line, file=sys.stderr, flush=True)
+
+
+def give(text: str) -> None:
+    """Text on stdout, at once: a reader that left or a full disk shows here and not when the process ends.
+
+    Raises:
+        BrokenPipeError: the reader left. OutputError: stdout is a file that cannot be written.
+    """
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        give_up_stdout()
+        raise OutputError(f"stdout: cannot be written: {error.strerror}") from None
+
+
+def give_up_stdout() -> None:
+    """Send what stdout still holds nowhere, so that the end of the process does not fail on it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def on_terminal(stream: IO[str] | None) -> bool:
@@ -38,7 +63,7 @@ class Messages(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if self.bar is not None:
             self.bar.clear()
-        print(self.format_line(record.levelname.lower(), record.getMessage()), file=stderr(), flush=True)
+        say(self.format_line(record.levelname.lower(), record.getMessage()))
         if self.bar is not None:
             self.bar.refresh()
 
@@ -98,7 +123,7 @@ class Progress:
             left = f"{(self._rows - self._done) / rate:.0f} s left" if rate else "time left unknown"
             text = f"{self._done:,} of {self._rows:,} rows, {self._tokens_per_sec():,.0f} tokens/s, {left}"
             fields = {"rows_done": self._done, "rows": self._rows, "tokens_per_sec": round(self._tokens_per_sec())}
-            print(self._messages.format_line("info", text, **fields), file=stderr(), flush=True)
+            say(self._messages.format_line("info", text, **fields))
 
     def _tokens_per_sec(self) -> float:
         return self._tokens / max(time.monotonic() - self._began, 1e-9)
@@ -107,7 +132,7 @@ class Progress:
 def print_summary(totals: dict[str, Any], as_json: bool) -> None:
     """The end of a run on stdout: a table on a terminal, one JSON object otherwise."""
     if as_json or not on_terminal(sys.stdout):
-        print(json.dumps(totals, ensure_ascii=False))
+        give(json.dumps(totals, ensure_ascii=False))
         return
     shown = [(name, form.format(totals[name])) for name, form in SUMMARY if totals[name] or name in ALWAYS_SHOWN]
     print_table(shown)
@@ -115,7 +140,6 @@ def print_summary(totals: dict[str, Any], as_json: bool) -> None:
 
 def print_table(rows: list[tuple[str, str]]) -> None:
     """Names and values, aligned."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -123,23 +147,33 @@ def print_table(rows: list[tuple[str, str]]) -> None:
     table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row(name, value, end_section=False)
-    Console(highlight=False, markup=False).print(table)
+    rich_console().print(table)
+
+
+def rich_console() -> Any:
+    """Rich on stdout, without guesses at colours and markup, and with a broken pipe left to whoever called."""
+    from rich.console import Console
+
+    class Stdout(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # noqa: PLE0704  (called where the BrokenPipeError is being handled)
+
+    return Stdout(highlight=False, markup=False)
 
 
 def print_error(message: str, log_format: str = "text") -> None:
     """One line on stderr, whatever the message holds."""
-    print(Messages(log_format).format_line("error", " ".join(message.split())), file=stderr(), flush=True)
+    say(Messages(log_format).format_line("error", " ".join(message.split())))
 
 
 def print_lists(users: list[dict[str, Any]], as_json: bool) -> None:
     """What `show` found: a user's history and list."""
     if as_json:
-        print(json.dumps(users, ensure_ascii=False, default=str))
+        give(json.dumps(users, ensure_ascii=False, default=str))
         return
-    from rich.console import Console
     from rich.table import Table
 
-    out = Console(highlight=False, markup=False)
+    out = rich_console()
     for user in users:
         out.print(f"{user['id_column']} {user['id']}", style="bold")
         if user["history"] is not None:
@@ -153,7 +187,8 @@ def print_lists(users: list[dict[str, Any]], as_json: bool) -> None:
         for name in columns:
             table.add_column(name, overflow="fold")
         for item in user["items"]:
-            table.add_row(str(item["rank"]), f"{item['score']:.4f}", *(str(item[name]) for name in columns))
+            texts = ("" if item[name] is None else str(item[name]) for name in columns)
+            table.add_row(str(item["rank"]), f"{item['score']:.4f}", *texts)
         out.print(table if user["items"] else "an empty list")
         out.print()
 
@@ -161,9 +196,26 @@ def print_lists(users: list[dict[str, Any]], as_json: bool) -> None:
 def print_findings(findings: list[Any], as_json: bool) -> None:
     """What `inspect` found: facts and the problem, path by path."""
     if as_json:
-        print(json.dumps([vars(f) for f in findings], ensure_ascii=False, default=str))
+        give(json.dumps([vars(f) for f in findings], ensure_ascii=False, default=str))
         return
     for finding in findings:
         problem = [("problem", finding.problem)] if finding.problem else []
         print_table([(str(finding.path), finding.kind), *((k, str(v)) for k, v in finding.facts.items()), *problem])
-        print()
+        give("")
+
+
+def print_bench(measured: dict[str, Any], as_json: bool) -> None:
+    """A table on a terminal, then one JSON line."""
+    if on_terminal(sys.stdout) and not as_json:
+        from rich.table import Table
+
+        table = Table(box=None, pad_edge=False)
+        table.add_column("")
+        for name in ("seconds", "tokens/s", "cells per token", "ratio"):
+            table.add_column(name, justify="right")
+        own = next(iter(measured["ways"].values()))["tokens_per_sec"]
+        for name, way in measured["ways"].items():
+            ratio = own / way["tokens_per_sec"]
+            table.add_row(name, f"{way['sec']:.3f}", f"{way['tokens_per_sec']:,}", f"{way['padding']:.2f}", f"{ratio:.2f}x")
+        rich_console().print(table)
+    give(json.dumps(measured, ensure_ascii=False))

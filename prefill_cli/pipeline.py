@@ -62,7 +62,7 @@ def run(config: RunConfig, engine: Engine, progress: Progress) -> dict[str, Any]
         if choices is None:
             log.info("%s holds this very result already; nothing to do", staging.out)
             totals: dict[str, Any] = (manifest.read_manifest(staging.out) or {})["totals"]
-            return totals | {"status": "unchanged"}
+            return totals | {"status": "unchanged", "output": str(staging.out)}
         job = replace(job, **choices)
         receipts = {shard: receipt for shard in job.shards if (receipt := staging.receipt(shard))}
         if receipts:

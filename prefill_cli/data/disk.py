@@ -48,8 +48,10 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
+    text = json.dumps(value, indent=1, ensure_ascii=False)
     with replacing(path) as file:
-        file.write(json.dumps(value, indent=1, ensure_ascii=False).encode() + b"\n")
+        # What UTF-8 cannot hold (bytes of a file's name) becomes \udcXX, which is JSON's own way to write it.
+        file.write(text.encode(errors="backslashreplace") + b"\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -63,8 +65,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def sync_folder(folder: Path) -> None:
     """Make renames in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with writing(folder):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -5,6 +5,7 @@ of a folder or glob in natural order (part-2 before part-10). Names that start w
 as Spark, Hive and Arrow do. Hive folder names (`country=BR`) serve as text columns for --keep-columns alone.
 """
 
+import fnmatch
 import glob
 import hashlib
 import logging
@@ -67,10 +68,12 @@ class Shard:
 class InputPlan:
     """All files and the types that their columns were reconciled to.
 
-    `id_type` and `kept` are the types of the output; `id_type` may be null where a column holds nothing else.
+    `columns` are all that the run reads; of them, `id_type` and `kept` are the types of the output. A type is null where
+    the column holds nothing else in any file.
     """
 
     files: tuple[InputFile, ...]
+    columns: pa.Schema
     id_type: pa.DataType
     kept: tuple[pa.Field, ...]
 
@@ -92,43 +95,52 @@ def plan_inputs(config: RunConfig) -> InputPlan:
     """
     with ThreadPoolExecutor(8) as pool:
         files = tuple(pool.map(read_footer, find_files(config.inputs)))
-    id_type = _reconcile(files, config.id_column, "an id", _is_id)
+    types = {config.id_column: _reconcile(files, config.id_column, "an id", _is_id)}
     if config.messages_column:
-        _reconcile(files, config.messages_column, "chat messages (a list of role and content)", _is_messages)
+        what, fits = "chat messages (a list of role and content, both text)", _is_messages
     elif config.token_ids_column:
-        _reconcile(files, config.token_ids_column, "token ids (a list of integers)", _is_token_ids)
+        what, fits = "token ids (a list of integers)", _is_token_ids
     else:
-        _reconcile(files, config.prompt_column, "prompt text", is_text)
+        what, fits = "prompt text", is_text
+    types[config.text_column] = _reconcile(files, config.text_column, what, fits)
     for name in (config.exclude_column, config.candidates_column):
         if name:
-            _reconcile(files, name, "a list of item ids", is_list)
-    kept = tuple(pa.field(c, _reconcile(files, c, "a kept column", lambda _: True)) for c in config.keep_columns)
-    return InputPlan(files, id_type, kept)
+            types[name] = _reconcile(files, name, "a list of item ids", is_list)
+    types |= {name: _reconcile(files, name, "a kept column", lambda _: True) for name in config.keep_columns}
+    kept = tuple(pa.field(name, types[name]) for name in config.keep_columns)
+    return InputPlan(files, pa.schema(list(types.items())), types[config.id_column], kept)
 
 
 def find_files(inputs: Iterable[str]) -> list[str]:
     """Paths of all Parquet files that `inputs` (files, folders, globs, file:// URIs) stand for, each once."""
     found: dict[str, str] = {}
     for text in inputs:
-        for path in _expand(text):
-            if found.setdefault(os.path.realpath(path), path) != path:
+        try:
+            paths = {os.path.realpath(path): path for path in reversed(_expand(text))}  # a glob may match twice
+        except OSError as error:
+            raise InputError(f"{text}: cannot be searched: {error}") from None
+        for real, path in reversed(paths.items()):
+            if re.search("[\ud800-\udfff]", path):  # how Python shows foreign bytes; the rejects could not name the file
+                raise InputError(f"{path!a}: the file's name is not UTF-8; rename it")
+            if real in found:
                 log.warning("%s was named twice and is read once", path)
+            found.setdefault(real, path)
     return list(found.values())
 
 
 def _expand(text: str) -> list[str]:
     path = local_path(text)
     if os.path.isdir(path):
-        files = [p for p in _walk(path) if p.endswith(PARQUET_SUFFIXES)]
+        files = _parquet_files(path)
         if not files:
             raise InputError(f"{text}: the folder holds no Parquet file ({', '.join(PARQUET_SUFFIXES)})")
         return files
     if os.path.exists(path):
         return [path]
     if glob.has_magic(path):
-        matches = sorted(glob.glob(path, recursive=True), key=natural)
-        # A glob that matches a folder means the files in it; a hidden name must be spelled out to be meant.
-        files = [f for m in matches for f in (_expand(m) if os.path.isdir(m) else [m]) if not _hidden(m)]
+        matches = sorted((m for m in glob.glob(path, recursive=True) if _is_meant(m, path)), key=natural)
+        # A glob that matches a folder means the files in it.
+        files = [f for m in matches for f in (_parquet_files(m) if os.path.isdir(m) else [m])]
         if not files:
             raise InputError(f"no file matches {text!r}")
         return files
@@ -142,32 +154,50 @@ def local_path(text: str) -> str:
     """The file system path of a plain path or a file:// URI.
 
     Raises:
-        UsageError: another scheme.
+        UsageError: another scheme or host.
     """
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+)://", text)
     if not scheme:
         return text
     if scheme[1].lower() != "file":
         raise UsageError(f"{text}: inputs are read from this machine's file systems; {scheme[1]}:// is not one of them")
-    return unquote(urlsplit(text).path)
+    uri = urlsplit(text)
+    if uri.netloc not in ("", "localhost"):
+        raise UsageError(f"{text}: {uri.netloc!r} stands where the host does; a path on this machine is file:///path")
+    return unquote(uri.path)
 
 
-def _hidden(path: str) -> bool:
-    return os.path.basename(path).startswith((".", "_"))
+def _hidden(name: str) -> bool:
+    return name.startswith((".", "_"))
 
 
-def _walk(folder: str) -> Iterator[str]:
+def _is_meant(match: str, pattern: str) -> bool:
+    """Whether every hidden name on the way to a match was spelled out, at least its first character."""
+    spelled = [part for part in pattern.split(os.sep) if _hidden(part)]
+    hidden = filter(_hidden, match.split(os.sep))
+    return all(any(fnmatch.fnmatchcase(name, part) for part in spelled) for name in hidden)
+
+
+def _parquet_files(folder: str) -> list[str]:
+    return [path for path in _walk(folder) if path.endswith(PARQUET_SUFFIXES)]
+
+
+def _walk(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:
+    real = os.path.realpath(folder)
+    if real in above:  # a link back to a folder that leads here
+        return
     for entry in sorted(os.scandir(folder), key=lambda e: natural(e.name)):
         if not _hidden(entry.name):
             if entry.is_dir():
-                yield from _walk(entry.path)
+                yield from _walk(entry.path, (*above, real))
             else:
                 yield entry.path
 
 
-def natural(name: str) -> list[tuple[int, int | str]]:
-    """Sort key under which part-2 comes before part-10."""
-    return [(0, int(piece)) if piece.isdigit() else (1, piece) for piece in re.split(r"([0-9]+)", name) if piece]
+def natural(name: str) -> tuple[list[tuple[int, int | str]], str]:
+    """Sort key under which part-2 comes before part-10; the name itself decides between part-1 and part-01."""
+    pieces = filter(None, re.split(r"([0-9]+)", name))
+    return [(0, int(piece)) if re.fullmatch(r"[0-9]+", piece) else (1, piece) for piece in pieces], name
 
 
 def read_footer(path: str) -> InputFile:
@@ -181,14 +211,15 @@ def read_footer(path: str) -> InputFile:
             stat = os.fstat(file.fileno())
             if stat.st_size == 0:
                 raise InputError(f"{path}: the file is empty (0 bytes); was it still being written?")
+            metadata = pq.read_metadata(file)  # first: the last bytes of another kind of file may mean any length
+            schema = metadata.schema.to_arrow_schema()
+            _ = schema.names  # decoded here for the first time
             file.seek(max(0, stat.st_size - 8))
             tail = file.read(8)
             footer_bytes = int.from_bytes(tail[:4], "little")
             file.seek(max(0, stat.st_size - 8 - footer_bytes))
             digest = hashlib.sha256(file.read(footer_bytes + 8)).hexdigest()
-            metadata = pq.read_metadata(file)
-            schema = metadata.schema.to_arrow_schema()
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not readable as Parquet: {first_line(error)}") from None
     groups = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
     return InputFile(path, groups, schema, stat.st_size, stat.st_mtime_ns, digest)
@@ -266,5 +297,5 @@ def _is_token_ids(kind: pa.DataType) -> bool:
 def _is_messages(kind: pa.DataType) -> bool:
     if not is_list(kind) or not pa.types.is_struct(kind.value_type):
         return False
-    names = [kind.value_type.field(i).name for i in range(kind.value_type.num_fields)]
-    return {"role", "content"} <= set(names)
+    fields = [field for field in kind.value_type.fields if field.name in ("role", "content")]
+    return len(fields) == 2 and all(is_text(plain_type(f.type)) or pa.types.is_null(f.type) for f in fields)

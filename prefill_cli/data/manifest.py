@@ -51,8 +51,9 @@ def _show(value: Any) -> str:
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of a folder that a run of ours made, or None."""
-    manifest = read_json(folder / MANIFEST)
-    return manifest if manifest and manifest.get("made_by") == "prefill-score" else None
+    manifest = read_json(folder / MANIFEST) or {}
+    whole = manifest.keys() >= {"options", "fingerprint", "inputs", "model", "items", "totals"}
+    return manifest if whole and manifest.get("made_by") == "prefill-score" else None
 
 
 def is_finished(folder: Path) -> bool:

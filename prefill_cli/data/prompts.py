@@ -4,6 +4,7 @@ Rows that cannot be scored whatever the model says (null id, bytes that are not 
 wrong with a prompt is judged where it is tokenised.
 """
 
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from prefill_cli.arrow import invalid_text, is_text, to_working
+from prefill_cli.arrow import invalid_text, is_text, to_working, working_type
 from prefill_cli.config import RunConfig
 from prefill_cli.data.inputs import InputFile, InputPlan, Shard, first_line, hive_columns
 from prefill_cli.data.rejects import Reject
@@ -24,7 +25,7 @@ READ_BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive rows of one file, columns in working types.
+    """Consecutive rows of one file, columns in the working types of the plan, which are the same for all files.
 
     `rejects` maps a position in the piece to the reason why that row cannot be scored.
     """
@@ -48,8 +49,6 @@ class ShardReader:
     def __init__(self, plan: InputPlan, config: RunConfig) -> None:
         self._plan = plan
         self._config = config
-        names = (config.id_column, config.text_column, *config.keep_columns, config.exclude_column, config.candidates_column)
-        self._columns = list(dict.fromkeys(name for name in names if name))
         self._cursor: _Cursor | None = None
 
     def read(self, shard: Shard) -> Iterator[Piece]:
@@ -62,7 +61,7 @@ class ShardReader:
         while done < shard.rows:
             file, offset = self._locate(shard.start + done)
             if self._cursor is None or not self._cursor.stands_at(file, offset):
-                self._cursor = _Cursor(file, offset, [c for c in self._columns if c in file.schema.names])
+                self._cursor = _Cursor(file, offset, [c for c in self._plan.columns.names if c in file.schema.names])
             batch = self._cursor.next_batch(shard.rows - done)
             done += batch.num_rows
             yield self._piece(batch, file, offset)
@@ -76,9 +75,14 @@ class ShardReader:
 
     def _piece(self, batch: pa.RecordBatch, file: InputFile, first_row: int) -> Piece:
         config, plan = self._config, self._plan
-        columns = {name: to_working(batch.column(name)) for name in batch.schema.names}
-        for name in set(config.keep_columns) - columns.keys():
-            columns[name] = pa.array([hive_columns(file.path)[name]] * batch.num_rows, pa.string())
+        columns = {}
+        for name, kind in zip(plan.columns.names, plan.columns.types, strict=True):
+            if name in batch.schema.names:
+                column = to_working(batch.column(name))
+            else:
+                column = pa.array([hive_columns(file.path)[name]] * batch.num_rows, pa.string())
+            wanted = working_type(kind)
+            columns[name] = column if column.type == wanted else column.cast(wanted)
         ids = columns[config.id_column]
         rejects: dict[int, Reject] = {}
         for name in reversed((config.id_column, *config.keep_columns)):  # the id's own fault is the one told
@@ -88,7 +92,7 @@ class ShardReader:
         return Piece(
             file.path,
             first_row,
-            ids if ids.type == plan.id_type else _cast(ids, plan.id_type, file.path),
+            ids,
             columns[config.text_column],
             pa.RecordBatch.from_arrays([columns[f.name] for f in plan.kept], names=[f.name for f in plan.kept]),
             columns.get(config.exclude_column or ""),
@@ -116,12 +120,7 @@ class _Cursor:
         while skip and skip >= file.group_rows[group]:
             skip -= file.group_rows[group]
             group += 1
-        self._batches = parquet.iter_batches(
-            batch_size=_batch_rows(parquet.metadata, group, columns),
-            row_groups=list(range(group, len(file.group_rows))),
-            columns=columns,
-            use_threads=False,
-        )
+        self._batches = _batches(parquet, group, columns)
         while skip:
             batch = self._read()
             self._rest = batch.slice(skip) if skip < batch.num_rows else None
@@ -147,21 +146,18 @@ class _Cursor:
         raise InputError(f"{self._file.path}: holds fewer rows than its footer says ({self._file.rows})")
 
 
-def _batch_rows(metadata: pq.FileMetaData, group: int, columns: list[str]) -> int:
-    """Rows of a record batch that stays near BATCH_BYTES, judged by the row group where reading starts."""
-    chunks = metadata.row_group(group)
-    if not chunks.num_rows:
-        return BATCH_ROWS
-    used = (chunks.column(i) for i in range(chunks.num_columns))
-    wanted: int = sum(c.total_uncompressed_size for c in used if c.path_in_schema.split(".")[0] in columns)
-    return max(1, min(BATCH_ROWS, BATCH_BYTES * int(chunks.num_rows) // max(wanted, 1)))
+def _batches(parquet: pq.ParquetFile, first_group: int, columns: list[str]) -> Iterator[pa.RecordBatch]:
+    """Record batches from a row group on; those of row groups with cells of like size run on across their borders."""
+    metadata = parquet.metadata
+    paths = (metadata.schema.column(i).path for i in range(metadata.num_columns))
+    wanted = [i for i, path in enumerate(paths) if any(path == c or path.startswith(f"{c}.") for c in columns)]
+    groups = range(first_group, metadata.num_row_groups)
+    for rows, run in itertools.groupby(groups, lambda group: _batch_rows(metadata.row_group(group), wanted)):
+        yield from parquet.iter_batches(batch_size=rows, row_groups=list(run), columns=columns, use_threads=False)
 
 
-def _cast(ids: pa.Array, kind: pa.DataType, path: str) -> pa.Array:
-    """Ids in the type that all files share; text views stay in their working type until they are written."""
-    if is_text(kind):
-        return ids.cast(pa.large_string()) if is_text(ids.type) else ids
-    try:
-        return ids.cast(kind)
-    except pa.ArrowInvalid as error:
-        raise InputError(f"{path}: id column: {first_line(error)}") from None
+def _batch_rows(group: pq.RowGroupMetaData, wanted: list[int]) -> int:
+    """Rows of a record batch that stays near BATCH_BYTES: a power of two, so that like row groups agree."""
+    size = sum(int(group.column(i).total_uncompressed_size) for i in wanted)
+    rows = max(1, min(BATCH_ROWS, BATCH_BYTES * int(group.num_rows) // max(size, 1)))
+    return 1 << (rows.bit_length() - 1)

@@ -3,7 +3,7 @@
 A part appears under its name only when it is whole and on disk (disk.replacing).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,14 +12,16 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from prefill_cli.arrow import is_list
 from prefill_cli.config import RunConfig
 from prefill_cli.data import rejects
-from prefill_cli.data.disk import replacing
+from prefill_cli.data.disk import replacing, writing
 from prefill_cli.data.inputs import InputPlan
 from prefill_cli.errors import UsageError
 
 REJECTS_FOLDER = "_rejects"
 GROUP_ELEMENTS = 4_000_000  # list elements of a row group: 48 MB of int64 ids and float32 scores before compression
+GROUP_BYTES = 256 << 20  # of ids and kept columns in a row group of the long layout, which repeats them k times
 OUTPUT_COLUMNS = {"nested": ("item_ids", "scores"), "long": ("rank", "item_id", "score")}
 
 
@@ -63,18 +65,19 @@ def plan_format(config: RunConfig, plan: InputPlan, item_id_type: pa.DataType) -
 
 
 def write_part(path: Path, form: Format, groups: Iterable[tuple[pa.Table, Lists]]) -> int:
-    """Write one part from (id and kept columns, lists) pairs, each a row group; returns its rows (long: list entries)."""
-    tables = (
-        _nested(columns, lists, form.result) if form.layout == "nested" else _long(columns, lists, form.result)
-        for columns, lists in groups
-    )
-    return _write(path, form.result, tables)
+    """Write one part from (id and kept columns, lists) pairs; returns its rows (long: list entries).
+
+    Each pair is a row group, or several in the long layout where the kept columns are wide.
+    """
+    layout = _nested if form.layout == "nested" else _long
+    return _write(path, form.result, (table for columns, lists in groups for table in layout(columns, lists, form.result)))
 
 
 def write_rejects(path: Path, table: pa.Table) -> None:
     """Write a shard's rejects; a shard without any has no such file."""
     if table.num_rows:
-        path.parent.mkdir(exist_ok=True)
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
         _write(path, table.schema, [table])
     else:
         path.unlink(missing_ok=True)
@@ -87,8 +90,12 @@ def group_rows(k: int) -> int:
 
 def _write(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> int:
     rows = 0
-    # Dictionaries pay for ids and kept columns, never for scores.
-    indexed = [name for name in schema.names if name not in ("scores", "score")]
+    # Dictionaries pay for ids and kept columns, never for scores. Parquet names the values of a list by their own path.
+    indexed = [
+        field.name + (".list.element" if is_list(field.type) else "")
+        for field in schema
+        if field.name not in ("scores", "score")
+    ]
     with replacing(path) as file, pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=indexed) as writer:
         for table in tables:
             writer.write_table(table, row_group_size=max(1, table.num_rows))
@@ -96,22 +103,27 @@ def _write(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> int:
     return rows
 
 
-def _nested(columns: pa.Table, lists: Lists, schema: pa.Schema) -> pa.Table:
+def _nested(columns: pa.Table, lists: Lists, schema: pa.Schema) -> Iterator[pa.Table]:
     offsets = pa.array(lists.offsets.astype(np.int32))
     arrays = [
         *columns.columns,
         pa.ListArray.from_arrays(offsets, lists.item_ids),
         pa.ListArray.from_arrays(offsets, pa.array(lists.scores)),
     ]
-    return _as(arrays, schema)
+    yield _as(arrays, schema)
 
 
-def _long(columns: pa.Table, lists: Lists, schema: pa.Schema) -> pa.Table:
+def _long(columns: pa.Table, lists: Lists, schema: pa.Schema) -> Iterator[pa.Table]:
     lengths = np.diff(lists.offsets)
     user = np.repeat(np.arange(len(lengths)), lengths)
     rank = np.arange(len(user)) - np.repeat(lists.offsets[:-1], lengths) + 1
-    repeated = columns.take(pa.array(user))
-    return _as([*repeated.columns, pa.array(rank.astype(np.int32)), lists.item_ids, pa.array(lists.scores)], schema)
+    row_bytes = columns.nbytes // max(columns.num_rows, 1) + 1
+    step = max(1, GROUP_BYTES // row_bytes)
+    for start in range(0, len(user), step):
+        entries = slice(start, start + step)
+        repeated = columns.take(pa.array(user[entries])).columns
+        ranks, scores = pa.array(rank[entries].astype(np.int32)), pa.array(lists.scores[entries])
+        yield _as([*repeated, ranks, lists.item_ids[entries], scores], schema)
 
 
 def _as(arrays: list[pa.Array | pa.ChunkedArray], schema: pa.Schema) -> pa.Table:

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from prefill_cli.arrow import working_type
 from prefill_cli.data import rejects as reject_rows
 from prefill_cli.data.inputs import InputPlan, Shard
 from prefill_cli.data.prompts import Piece, ShardReader
@@ -62,28 +63,23 @@ def read_rows(
     input_ids: list[Ids] = []
     truncated = control = 0
     reject_schema = reject_rows.schema(id_column, plan.id_type)
-    schema: pa.Schema | None = None
+    schema = pa.schema([(f.name, working_type(f.type)) for f in (pa.field(id_column, plan.id_type), *plan.kept)])
     for piece in reader.read(shard):
         readable = [i for i in range(len(piece.ids)) if i not in piece.rejects]
         tokenized = tokenize(piece.prompts.take(pa.array(readable, pa.int64())))
         found = dict(piece.rejects) | {readable[i]: reject for i, reject in tokenized.rejects.items()}
         kept = pa.array([i for i in range(len(piece.ids)) if i not in found], pa.int64())
         rejects.append(_rejects_of(piece, found, reject_schema))
-        batch = pa.RecordBatch.from_arrays(
-            [column.take(kept) for column in (piece.ids, *piece.kept.columns)], names=[id_column, *piece.kept.schema.names]
-        )
-        # Files may differ in width or kind of text; the first piece's working types are cast to only where they do.
-        schema = schema or batch.schema
-        batches.append(batch if batch.schema == schema else batch.cast(schema))
+        columns = [column.take(kept) for column in (piece.ids, *piece.kept.columns)]
+        batches.append(pa.RecordBatch.from_arrays(columns, schema=schema))
         excludes.append(None if piece.exclude is None else piece.exclude.take(kept))
         candidates.append(None if piece.candidates is None else piece.candidates.take(kept))
         sources.append((piece.path, piece.first_row + kept.to_numpy()))
         input_ids += [ids for ids in tokenized.input_ids if ids is not None]
         truncated += tokenized.truncated_rows
         control += tokenized.control_token_rows
-    empty = pa.schema([pa.field(id_column, plan.id_type), *plan.kept])
     return ShardRows(
-        pa.Table.from_batches(batches, schema or empty),
+        pa.Table.from_batches(batches, schema),
         _chunked(excludes),
         _chunked(candidates),
         input_ids,
@@ -97,7 +93,7 @@ def read_rows(
 
 def _chunked(arrays: list[pa.Array | None]) -> pa.ChunkedArray | None:
     found = [a for a in arrays if a is not None]
-    return pa.chunked_array([a.cast(found[0].type) for a in found]) if found else None
+    return pa.chunked_array(found) if found else None
 
 
 def _rejects_of(piece: Piece, found: dict[int, Reject], schema: pa.Schema) -> pa.Table:

@@ -57,7 +57,10 @@ def output_folder(config: RunConfig) -> Path:
     for name, file in (("--items", config.items), ("--item-ids", config.item_ids), ("--model", Path(config.model))):
         if file is not None and (place == file.resolve() or place in file.resolve().parents):
             raise UsageError(f"--output {out} is or holds {name} {file}")
-    return out
+    if config.items is not None and config.items.resolve() in place.parents:
+        raise UsageError(f"--output {out} lies inside the item folder {config.items}; results go elsewhere")
+    # The folder itself is exchanged, not a link to it, and what lies beside it needs its own name.
+    return place if out.is_symlink() or out.name in ("", "..") else out
 
 
 class Staging:
@@ -79,35 +82,54 @@ class Staging:
             OutputError: OUT is not ours, or holds (or was to hold) the result of another run and `overwrite` is not given.
         """
         if self._previous.exists() and not self.out.exists():  # killed between the two renames
-            self._previous.rename(self.out)
-        run = read_json(self.folder / "run.json")
+            with writing(self.out):
+                self._previous.rename(self.out)
+        run = self._run()
         if run and run["fingerprint"] == fingerprint == self._published():  # killed after the exchange
             self.discard()
         if self._published() == fingerprint:
+            with contextlib.suppress(OSError):  # killed just before the last step: empty; anything else stays
+                self.folder.rmdir()
             return None
         self._check_place(fingerprint, overwrite)
         return self._take_up(run, fingerprint, choices, overwrite)
+
+    def _run(self) -> dict[str, Any] | None:
+        """What the leftovers are of; None where there are none or nothing tells."""
+        run = read_json(self.folder / "run.json")
+        return run if run and run.keys() >= {"fingerprint", "choices"} else None
 
     def _published(self) -> Fingerprint | None:
         return (read_manifest(self.out) or {}).get("fingerprint") if is_finished(self.out) else None
 
     def _check_place(self, fingerprint: Fingerprint, overwrite: bool) -> None:
         """That OUT may be replaced."""
+        self._check_ours()
         if (old := self._published()) is not None:
             self._refuse_unless(overwrite, f"{self.out} holds the result of another run", old, fingerprint)
-        elif self.out.is_dir() and read_manifest(self.out) is None and any(self.out.iterdir()):
+
+    def _check_ours(self) -> None:
+        """That OUT is absent, empty, or made by a run of ours."""
+        if self.out.is_dir() and read_manifest(self.out) is None and any(self.out.iterdir()):
             raise OutputError(
                 f"{self.out}: the folder is not empty and no run of prefill-score made it; name another --output"
             )
-        elif self.out.exists() and not self.out.is_dir():
+        if self.out.exists() and not self.out.is_dir():
             raise OutputError(f"{self.out}: there is a file of that name; name another --output")
 
     def _take_up(
         self, run: dict[str, Any] | None, fingerprint: Fingerprint, choices: dict[str, Any], overwrite: bool
     ) -> dict[str, Any]:
         """The staging folder, with what an earlier start of the same run left in it or empty; returns the choices."""
-        if run is None and self.folder.exists() and any(p.suffix != ".tmp" for p in self.folder.iterdir()):
-            raise OutputError(f"{self.folder}: not a staging folder of prefill-score, but in its place; move it away")
+        if run is None and self.folder.exists():
+            self._check_unnamed(overwrite)
+            self.discard()
+        if run and run["fingerprint"] == fingerprint and is_finished(self.result):
+            # Complete, or what was OUT until a run was killed after the exchange, whose receipts tell of other files.
+            stored = read_manifest(self.result) or {}
+            if stored.get("fingerprint") != fingerprint:
+                self.discard()
+                run = None
         if run and run["fingerprint"] != fingerprint:
             self._refuse_unless(
                 overwrite or not self.has_receipts(),
@@ -128,6 +150,14 @@ class Staging:
                 torn.unlink()
         kept: dict[str, Any] = run["choices"]
         return kept
+
+    def _check_unnamed(self, overwrite: bool) -> None:
+        """That a staging folder without a readable run.json may be removed."""
+        ours = {"run.json", *(p.name for p in (self._receipts, self.result, self._previous))}
+        if not self.folder.is_dir() or any(p.name not in ours and p.suffix != ".tmp" for p in self.folder.iterdir()):
+            raise OutputError(f"{self.folder}: not a staging folder of prefill-score, but in its place; move it away")
+        if self.has_receipts() and not overwrite:
+            raise OutputError(f"{self.folder} holds leftovers of a run that its run.json does not name. Give --overwrite")
 
     def has_receipts(self) -> bool:
         """Whether any shard is done, so that there is something to lose."""
@@ -157,15 +187,18 @@ class Staging:
         for folder in {self.part(shard).parent, self.rejects(shard).parent}:
             if folder.exists():
                 sync_folder(folder)
-        receipt = {"shard": shard.index, "part_bytes": self.part(shard).stat().st_size, **receipt}
+        receipt = {"shard": shard.index, **self._sizes(shard), **receipt}
         write_json(self._receipts / f"{shard.index:05d}.json", receipt)
 
     def receipt(self, shard: Shard) -> Receipt | None:
         """The receipt of a shard that is done, or None."""
-        receipt, part = read_json(self._receipts / f"{shard.index:05d}.json"), self.part(shard)
-        if receipt is None or not part.exists() or part.stat().st_size != receipt["part_bytes"]:
-            return None
-        return receipt
+        receipt = read_json(self._receipts / f"{shard.index:05d}.json")
+        return receipt if receipt and self._sizes(shard).items() <= receipt.items() else None
+
+    def _sizes(self, shard: Shard) -> Receipt:
+        """What the files of a shard that is done must still be."""
+        files = {"part_bytes": self.part(shard), "rejects_bytes": self.rejects(shard)}
+        return {name: file.stat().st_size if file.exists() else None for name, file in files.items()}
 
     def publish(self, manifest: dict[str, Any]) -> None:
         """Complete the result, then exchange it with OUT.
@@ -177,6 +210,7 @@ class Staging:
         with writing(self.out):
             (self.result / SUCCESS).touch()
             sync_folder(self.result)
+            self._check_ours()  # a run takes hours, in which somebody may have put something there
             if self.out.exists() and any(self.out.iterdir()):
                 if not exchange(self.result, self.out):
                     self.out.rename(self._previous)

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 
 from prefill_cli.arrow import invalid_text
 from prefill_cli.config import RunConfig
+from prefill_cli.data.inputs import first_line
 from prefill_cli.data.rejects import Reject
 from prefill_cli.errors import ModelError, UsageError
 
@@ -50,7 +51,7 @@ def load_tokenizer(folder: str, config: RunConfig) -> Any:
             folder, use_fast=True, local_files_only=True, trust_remote_code=config.trust_remote_code
         )
     except Exception as error:  # Transformers raises many kinds here, all of which mean the same to the user
-        raise ModelError(f"{folder}: the tokenizer cannot be loaded: {str(error).strip().splitlines()[0]}") from None
+        raise ModelError(f"{folder}: the tokenizer cannot be loaded: {first_line(error)}") from None
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ModelError(f"{folder}: {type(tokenizer).__name__} is not a fast tokenizer; the folder needs a tokenizer.json")
     return tokenizer
@@ -76,7 +77,8 @@ class PromptTokenizer:
         self._eos: int | None = tokenizer.eos_token_id
         self._controls = sorted(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
         self._control_pattern = re.compile("|".join(map(re.escape, self._controls))) if self._controls else None
-        self._before, self._after = ([], []) if config.text_column != config.prompt_column else self._specials()
+        not_text = config.messages_column or config.token_ids_column
+        self._before, self._after = ([], []) if not_text else self._specials()
         self.limit = self._length_limit(positions)
         if config.append_eos and self._eos is None:
             raise ModelError("--append-eos: the tokenizer defines no EOS token")
@@ -105,10 +107,10 @@ class PromptTokenizer:
             column = pc.if_else(bad, pa.scalar("", column.type), column)
         texts: list[str | None] = column.to_pylist()
         good = [i for i, text in enumerate(texts) if i not in result.rejects and not _judge(i, text, result)]
-        contents = [self._config.prefix + (texts[i] or "") for i in good]
-        encoded = self._encode(contents, plain=self._config.plain_special_tokens)
-        for i, text, content in zip(good, contents, encoded, strict=True):
-            result.control_token_rows += self._spells_control_token(text)
+        prompts = [texts[i] or "" for i in good]
+        encoded = self._encode([self._config.prefix + p for p in prompts], plain=self._config.plain_special_tokens)
+        for i, prompt, content in zip(good, prompts, encoded, strict=True):
+            result.control_token_rows += self._spells_control_token(prompt)  # the prefix is the operator's own word
             self._place(i, content, result)
         return self._checked(result)
 
@@ -166,6 +168,10 @@ class PromptTokenizer:
                     list(texts[start : start + TOKENIZER_ROWS]), add_special_tokens=False
                 )
                 encoded += [np.array(e.ids, np.int32) for e in batch]
+        except Exception as error:  # its words may quote the prompt
+            raise ModelError(
+                f"the tokenizer fails on a text ({type(error).__name__}); has it a token for what it does not know?"
+            ) from None
         finally:
             self._backend.encode_special_tokens = False
         return encoded
@@ -195,13 +201,25 @@ class PromptTokenizer:
 
     def _specials(self) -> tuple[list[int], list[int]]:
         """What the tokenizer's own post-processor puts before and after a single text."""
-        encoding = self._backend.encode("a", add_special_tokens=True)
-        content = self._backend.encode("a", add_special_tokens=False).ids
+        text = "a"
+        if not self._knows(text):  # without a token there would be no telling before from after
+            text = next(filter(self._knows, self._backend.get_vocab(with_added_tokens=False)), "")
+        if not text:
+            raise ModelError("the tokenizer makes no token of any text")
+        encoding = self._backend.encode(text, add_special_tokens=True)
+        content = self._backend.encode(text, add_special_tokens=False).ids
         before = next((i for i, special in enumerate(encoding.special_tokens_mask) if not special), 0)
         after = before + len(content)
         if encoding.ids[before:after] != content:
             raise ModelError("the tokenizer's post-processor does more than add special tokens around a text")
         return encoding.ids[:before], encoding.ids[after:]
+
+    def _knows(self, text: str) -> bool:
+        """Whether the tokenizer makes a token of a text."""
+        try:
+            return bool(self._backend.encode(text, add_special_tokens=False).ids)
+        except Exception:  # a word-level vocabulary without an unknown token
+            return False
 
     # --- lengths ---------------------------------------------------------------------------------------------------
 
@@ -216,7 +234,8 @@ class PromptTokenizer:
                 raise UsageError(f"--max-length {config.max_length} is above the model's {positions} positions")
             limit = config.max_length
         if limit is not None:
-            specials = len(self._before) + len(self._after) + self._eos_room()
+            template_bos = config.messages_column is not None and self._tokenizer.bos_token_id is not None
+            specials = len(self._before) + len(self._after) + self._eos_room() + template_bos
             if limit <= specials:
                 raise UsageError(f"--max-length {limit} leaves no room for text: {specials} of it are special tokens")
             if config.keep_head >= limit - specials:

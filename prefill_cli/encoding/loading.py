@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import json
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from prefill_cli.config import RunConfig
-from prefill_cli.encoding.pooling import stored_pooling
+from prefill_cli.encoding.pooling import read_json, stored_pooling
 from prefill_cli.errors import ModelError, UsageError
 
 log = logging.getLogger(__name__)
 # Tensors of a checkpoint that the forward pass has no use for: the vocabulary head, under the names that families give it.
 UNUSED_HEADS = ("lm_head.", "embed_out.", "output_layer.")
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
-DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*_Pooling/config.json"]
+# What shapes the answer beside the weights: configuration, vocabulary, template, pooling, code (under --trust-remote-code).
+SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "*_Pooling/config.json")
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")  # the CPU, MPS, and cuBLAS and cuDNN
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class ModelFolder:
     positions: int | None  # tokens that the model can attend to; None where nothing limits them
     pooling: str
     weights_sha256: str
-    files_sha256: str  # configuration, tokenizer, template, pooling
+    files_sha256: str  # SMALL_FILES
 
 
 def open_model_folder(config: RunConfig) -> ModelFolder:
@@ -51,8 +52,11 @@ def open_model_folder(config: RunConfig) -> ModelFolder:
     except Exception as error:  # a broken config.json surfaces as any kind
         raise ModelError(f"{path}: config.json is not a model that this Transformers knows: {_first_line(error)}") from None
     text = settings.get_text_config()
+    widths = [getattr(text, name, None) for name in ("hidden_size", "vocab_size")]
+    if not all(isinstance(width, int) for width in widths) or getattr(settings, "is_encoder_decoder", False):
+        raise ModelError(f"{path}: config.json is a {settings.model_type} model, not a causal language model")
     pooling = config.pooling if config.pooling != "auto" else stored_pooling(path) or "last"
-    others = sorted(p for pattern in ("*.json", "*.model", "*.jinja", "*_Pooling/config.json") for p in path.glob(pattern))
+    others = sorted(p for pattern in SMALL_FILES for p in path.glob(pattern))
     return ModelFolder(
         config.model,
         path,
@@ -76,18 +80,22 @@ def _find_folder(config: RunConfig) -> Path:
     if path.exists() or looks_local:
         raise ModelError(f"--model {config.model}: no such folder")
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
+    patterns = ["*.safetensors", *(p for p in SMALL_FILES if p != "*.py" or config.trust_remote_code)]
     try:
         return Path(
             snapshot_download(
-                config.model, revision=config.revision, local_files_only=config.offline, allow_patterns=DOWNLOADED
+                config.model, revision=config.revision, local_files_only=config.offline, allow_patterns=patterns
             )
         )
+    except LocalEntryNotFoundError:  # its own text advises on Python arguments
+        why = "--offline forbids to ask the hub" if config.offline else "the hub cannot be asked (offline, or no connection)"
+        raise ModelError(f"--model {config.model}: no such folder, not in the local cache, and {why}") from None
     except Exception as error:  # network, permission, absence: the library has a class for each
-        where = "the local cache (--offline)" if config.offline else "as a folder or on the hub"
-        raise ModelError(f"--model {config.model}: not found in {where}: {_first_line(error)}") from None
+        raise ModelError(f"--model {config.model}: no such folder, and not from the hub: {_first_line(error)}") from None
 
 
 def check_files(path: Path, trust_remote_code: bool) -> list[Path]:
@@ -100,11 +108,7 @@ def check_files(path: Path, trust_remote_code: bool) -> list[Path]:
         file = path / name
         if name == "config.json" and not file.exists():
             raise ModelError(f"{path}: no config.json, so this is not a Transformers model folder")
-        try:
-            stored = json.loads(file.read_bytes()) if file.exists() else {}
-        except ValueError as error:
-            raise ModelError(f"{file}: not JSON: {error}") from None
-        if "auto_map" in stored and not trust_remote_code:
+        if file.exists() and "auto_map" in read_json(file) and not trust_remote_code:
             raise ModelError(
                 f"{file}: the model names Python code of its own (auto_map), which runs only with --trust-remote-code; "
                 "read that code first, or remove auto_map where Transformers' own class is meant"
@@ -120,8 +124,10 @@ def check_files(path: Path, trust_remote_code: bool) -> list[Path]:
         raise ModelError(f"{path}: no weights (*.safetensors)")
     index = path / "model.safetensors.index.json"
     if index.exists():
-        needed = set(json.loads(index.read_bytes())["weight_map"].values())
-        missing = sorted(needed - {p.name for p in weights})
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ModelError(f"{index}: no weight_map, so there is no telling where the tensors are")
+        missing = sorted(set(map(str, weight_map.values())) - {p.name for p in weights})
         if missing:
             raise ModelError(f"{path}: the weights are incomplete: {', '.join(missing[:3])} is missing")
     return weights
@@ -180,7 +186,7 @@ def load_base_model(folder: ModelFolder, device: str, dtype: str, trust_remote_c
         model, report = AutoModel.from_pretrained(
             folder.path,
             dtype=getattr(torch, dtype),
-            attn_implementation="sdpa",
+            ignore_mismatched_sizes=True,  # reported below by name; Transformers' own error names none
             local_files_only=True,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
@@ -194,20 +200,21 @@ def load_base_model(folder: ModelFolder, device: str, dtype: str, trust_remote_c
     unexpected = [k for k in report["unexpected_keys"] if not k.startswith(UNUSED_HEADS)]
     ill_shaped = [str(k[0] if isinstance(k, tuple) else k) for k in report["mismatched_keys"]]
     for what, names in (
-        ("misses", report["missing_keys"]),
-        ("has no place for", unexpected),
-        ("has ill-shaped", ill_shaped),
+        ("missing from the weights", report["missing_keys"]),
+        ("without a place in the model", unexpected),
+        ("of another shape than config.json says", ill_shaped),
     ):
         if names:
-            raise ModelError(f"{folder.path}: the model {what} {len(names)} tensors: {', '.join(sorted(names)[:3])}")
+            raise ModelError(f"{folder.path}: tensors {what} ({len(names)}): {', '.join(sorted(names)[:3])}")
+    torch.set_float32_matmul_precision("highest")  # float32 means float32, whatever a model's own code asked for
     return model.eval()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory ran out; torch's CPU allocator says so in words only."""
+    """Whether an error means that memory ran out; most of torch's allocators say so in words only."""
     import torch
 
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY)
 
 
 def float32_copy(model: Any) -> Any:

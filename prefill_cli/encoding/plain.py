@@ -52,10 +52,21 @@ class PlainEncoder:
             return Encoded(np.empty((0, 0), np.float32), 0, 0, 0)
         again = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
         if len(again):
-            model = float32_copy(self._model)
+            model = self._in_float32()
             for row in again:
                 vectors[row] = self._forward(model, [input_ids[int(row)]])[0]
         return Encoded(vectors, batches, cells + int(lengths[again].sum()), len(again))
+
+    def _in_float32(self) -> Any:
+        try:
+            return float32_copy(self._model)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ModelError(
+                "out of memory for a float32 copy of the model, which prompts need whose vector is not finite; "
+                "start again with --dtype float32 or bfloat16"
+            ) from None
 
     def _forward(self, model: Any, rows: list[npt.NDArray[np.int32]]) -> npt.NDArray[np.float32]:
         """[B, d] float32 vectors of B prompts, in their order."""
@@ -74,7 +85,7 @@ class PlainEncoder:
                     use_cache=False,
                 ).last_hidden_state
                 pooled = self._pool(hidden, torch.from_numpy(lengths).to(device))
-                vectors: npt.NDArray[np.float32] = finish(pooled, self._dims, self._normalize).cpu().numpy()
+                vectors: npt.NDArray[np.float32] = finish(pooled, self._dims, self._normalize).numpy()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

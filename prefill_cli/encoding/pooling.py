@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,9 +37,16 @@ STORED_NAMES = {"lasttoken": "last", "mean": "mean", "cls": "first", "mean_token
 
 
 def finish(pooled: Tensor, dims: int | None, normalize: bool) -> Tensor:
-    """[B, d] pooled vectors → [B, dims or d]: cut first, so that a normalised vector has length 1 after it."""
-    cut = pooled[:, :dims]
-    return torch.nn.functional.normalize(cut, dim=-1) if normalize else cut
+    """[B, d] pooled vectors → [B, dims or d]: cut first, so that a normalised vector has length 1 after it.
+
+    A vector of zero length, which has no direction, stays as it is.
+    """
+    cut = pooled[:, :dims].cpu()
+    if not normalize:
+        return cut
+    wide = cut.double()  # squares of very long or short vectors leave the range of float32
+    lengths = wide.norm(dim=-1, keepdim=True)
+    return (wide / torch.where(lengths > 0, lengths, 1.0)).float()
 
 
 def stored_pooling(folder: Path) -> str | None:
@@ -50,11 +58,28 @@ def stored_pooling(folder: Path) -> str | None:
     path = next(iter(sorted(folder.glob("*_Pooling/config.json"))), None)
     if path is None:
         return None
-    stored = json.loads(path.read_bytes())
-    names = [stored["pooling_mode"]] if "pooling_mode" in stored else []
+    stored = read_json(path)
+    modes = stored.get("pooling_mode", [])  # the newer layout: a name, or several to be joined end to end
+    names = [str(mode) for mode in (modes if isinstance(modes, list) else [modes])]
     names += [key.removeprefix("pooling_mode_") for key, value in stored.items() if value is True and "pooling_mode_" in key]
-    if len(names) == 1 and names[0] in STORED_NAMES:
-        return STORED_NAMES[names[0]]
+    found = {STORED_NAMES.get(name) for name in names}
+    if len(found) == 1 and (pooling := found.pop()):
+        return pooling
     raise ModelError(
         f"{path}: pooling {' + '.join(names) or 'none'} is not one of last, mean, first; choose one by --pooling"
     )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model folder.
+
+    Raises:
+        ModelError: unreadable, or not an object.
+    """
+    try:
+        stored = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: not JSON: {error}") from None
+    if not isinstance(stored, dict):
+        raise ModelError(f"{path}: not a JSON object")
+    return stored

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from prefill_cli.data.inputs import Shard
 from prefill_cli.data.staging import Receipt
-from prefill_cli.pipeline import Job, Progress, Worker
+from prefill_cli.job import Job
+from prefill_cli.pipeline import Progress, Worker
 
 
 def run_shards(job: Job, shards: Sequence[Shard], progress: Progress) -> Iterator[tuple[Shard, Receipt]]:

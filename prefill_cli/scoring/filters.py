@@ -102,17 +102,15 @@ class ItemIndex:
         The file is Parquet (the item id column, or the only one) or text with one id a line.
 
         Raises:
-            ItemsError: unreadable, an id that cannot be one of the catalogue's, no known id at all.
+            ItemsError: unreadable, or ids of a type that cannot be the catalogue's.
         """
         ids = self._text_ids(path) if path.suffix.lower() in TEXT_SUFFIXES else id_column(path, id_name)
         rows = self.rows_of(ids, ItemsError, str(path))
-        if len(ids) and (rows < 0).all():
-            raise ItemsError(f"{path}: none of its {len(ids)} ids is in the catalogue")
-        return np.unique(rows[rows >= 0]), int((rows < 0).sum())
+        return np.unique(rows[rows >= 0]), int((rows < 0).sum()) - ids.null_count
 
     def _text_ids(self, path: Path) -> pa.Array:
         try:
-            lines = [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
+            lines = [line.strip() for line in path.read_text("utf-8-sig").splitlines() if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             raise ItemsError(f"{path}: not readable as text: {error}") from None
         try:

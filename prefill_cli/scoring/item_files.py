@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from prefill_cli.arrow import is_binary, is_list, is_text
+from prefill_cli.arrow import is_binary, is_list, is_text, working_type
 from prefill_cli.config import RunConfig
 from prefill_cli.errors import ItemsError, UsageError, nearest
 
@@ -59,7 +59,8 @@ def read(config: RunConfig) -> RawItems:
 
 def _parts(path: str) -> list[str]:
     if Path(path).is_dir():
-        found = sorted(str(p) for p in Path(path).rglob("*.parquet") if not p.name.startswith((".", "_")))
+        visible = (p for p in Path(path).rglob("*.parquet") if not _is_hidden(p.relative_to(path)))
+        found = sorted(map(str, visible))
     elif Path(path).exists():
         return [path]
     else:
@@ -69,9 +70,15 @@ def _parts(path: str) -> list[str]:
     return found
 
 
+def _is_hidden(inside: Path) -> bool:
+    """Of a path inside the folder that was named: `_rejects/part-00000.parquet` is no part of the catalogue."""
+    return any(name.startswith((".", "_")) for name in inside.parts)
+
+
 def _read_parquet(config: RunConfig, parts: list[str]) -> RawItems:
     names = [config.item_id_column, config.embedding_column, *([config.item_bias_column] if config.item_bias_column else [])]
-    tables, provenance = [], {}
+    tables = []
+    made_with: dict[str, list[Any]] = {}
     for part in parts:
         try:
             file = pq.ParquetFile(part)
@@ -80,69 +87,89 @@ def _read_parquet(config: RunConfig, parts: list[str]) -> RawItems:
                     raise ItemsError(f"{part}: no column {name!r}{nearest(name, file.schema_arrow.names)}")
             tables.append(file.read(columns=names))
         except (OSError, pa.ArrowException) as error:
-            raise ItemsError(f"{part}: not readable as Parquet: {str(error).splitlines()[0]}") from None
-        provenance = _provenance(part, (file.schema_arrow.metadata or {}).get(PROVENANCE_KEY.encode()))
-    ids = pa.concat_arrays([c for part, t in zip(parts, tables, strict=True) for c in _ids(t[config.item_id_column], part)])
+            raise ItemsError(f"{part}: not readable as Parquet: {_first_line(error)}") from None
+        for name, value in _provenance(part, (file.schema_arrow.metadata or {}).get(PROVENANCE_KEY.encode())).items():
+            if value not in made_with.setdefault(name, []):
+                made_with[name].append(value)
+    ids = _joined([(p, c) for p, t in zip(parts, tables, strict=True) for c in _ids(t[config.item_id_column], p)])
     vectors, null_rows = _matrix([(p, t[config.embedding_column]) for p, t in zip(parts, tables, strict=True)])
     bias = None
     if config.item_bias_column:
         bias = np.concatenate(
             [_bias(t[config.item_bias_column], config.item_bias_column, p) for p, t in zip(parts, tables, strict=True)]
         )
+    # Where parts disagree the value is none of theirs, so that it differs from whatever the run uses.
+    provenance = {name: v[0] if len(v) == 1 else " and ".join(map(str, v)) for name, v in made_with.items()}
     return RawItems(ids, vectors, _digest(parts), null_rows, bias, provenance)
 
 
 def _ids(column: pa.ChunkedArray, part: str) -> list[pa.Array]:
     chunks = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in column.chunks]
-    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-    if pa.types.is_string_view(kind):
-        kind = pa.large_string()
+    kind = working_type(column.type)
     if not (pa.types.is_integer(kind) or is_text(kind) or is_binary(kind)):
         raise ItemsError(f"{part}: item ids are {kind}; they must be integers, text or binary")
     return [c.cast(kind) for c in chunks] or [pa.array([], kind)]
 
 
+def _joined(chunks: list[tuple[str, pa.Array]]) -> pa.Array:
+    """The ids of all parts as one array, in a type that holds each part's."""
+    kinds = {chunk.type for _, chunk in chunks}
+    if len(kinds) == 1:
+        return pa.concat_arrays([chunk for _, chunk in chunks])
+    wide = ((is_text, pa.large_string()), (is_binary, pa.large_binary()), (pa.types.is_signed_integer, pa.int64()))
+    for fits, kind in wide:
+        if all(map(fits, kinds)):
+            return pa.concat_arrays([chunk.cast(kind) for _, chunk in chunks])
+    (first, chunk), (other, odd) = chunks[0], next(c for c in chunks if c[1].type != chunks[0][1].type)
+    raise ItemsError(f"item ids are {chunk.type} in {first}, but {odd.type} in {other}; all parts need one type")
+
+
 def _matrix(columns: list[tuple[str, pa.ChunkedArray]]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-    """Embedding columns → [N, d] and the rows that are null, ragged or hold nulls. d is the first good row's."""
-    width, total, null_rows, row = 0, sum(len(c) for _, c in columns), [], 0
-    vectors: npt.NDArray[Any] = np.empty((0, 0), np.float32)
+    """Embedding columns → [N, d] and the rows that are null, ragged or hold nulls. d is the commonest width."""
+    chunks: list[pa.Array] = []
     for part, column in columns:
         kind = column.type
         if not is_list(kind) or not pa.types.is_floating(kind.value_type):
             raise ItemsError(f"{part}: the embedding column is {kind}; it must be a list of float16, float32 or float64")
-        for chunk in column.cast(pa.large_list(kind.value_type)).chunks:
-            lengths = np.diff(chunk.offsets.to_numpy())
-            lengths[chunk.is_null().to_numpy(zero_copy_only=False)] = -1
-            if not width and (lengths > 0).any():
-                width = int(lengths[lengths > 0][0])
-                vectors = np.zeros((total, width), kind.value_type.to_pandas_dtype())
-            good = lengths == width
-            flat, starts = chunk.values, chunk.offsets.to_numpy()[:-1]
-            values = flat.to_numpy(zero_copy_only=False)  # nulls become NaN
-            if good.all() and width:
-                block = values[starts[0] : starts[0] + width * len(chunk)].reshape(-1, width) if len(chunk) else None
-            else:
-                block = values[starts[good][:, None] + np.arange(width)]
-            if block is not None and width:
-                vectors[row : row + len(chunk)][good] = block
-            holds_null = np.zeros(len(chunk), bool)
-            if flat.null_count:
-                nulls = np.concatenate([[0], np.cumsum(flat.is_null().to_numpy(zero_copy_only=False))])
-                holds_null = nulls[chunk.offsets.to_numpy()[1:]] > nulls[starts]
-            bad = np.flatnonzero(~good | holds_null)
-            vectors[row + bad] = 0
-            null_rows.append(row + bad)
-            row += len(chunk)
-    if total and not width:
+        chunks += [chunk for chunk in column.cast(pa.large_list(kind.value_type)).chunks if len(chunk)]
+    if not chunks:
+        return np.empty((0, 0), np.float32), np.empty(0, np.int64)
+    lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks])
+    lengths[np.concatenate([chunk.is_null().to_numpy(zero_copy_only=False) for chunk in chunks])] = 0
+    widths, counts = np.unique(lengths[lengths > 0], return_counts=True)
+    if not len(widths):
         raise ItemsError(f"{columns[0][0]}: every embedding is null or empty")
-    return vectors, np.concatenate([np.empty(0, np.int64), *null_rows])
+    width = int(widths[counts.argmax()])
+    # The widest float type of all parts: rounding a part to another's float16 would change scores.
+    vectors = np.zeros((len(lengths), width), np.result_type(*(c.type.value_type.to_pandas_dtype() for c in chunks)))
+    good, row = lengths == width, 0
+    for chunk in chunks:
+        _copy_rows(chunk, vectors[row : row + len(chunk)], good[row : row + len(chunk)])
+        row += len(chunk)
+    return vectors, np.flatnonzero(~good)
+
+
+def _copy_rows(chunk: pa.Array, vectors: npt.NDArray[Any], good: npt.NDArray[np.bool_]) -> None:
+    """Fill [n, d] `vectors` from a chunk of n lists where `good`, which loses the rows that hold nulls."""
+    offsets, width = chunk.offsets.to_numpy(), vectors.shape[1]
+    values = chunk.values.to_numpy(zero_copy_only=False)  # nulls become NaN
+    if good.all():
+        vectors[:] = values[offsets[0] : offsets[-1]].reshape(-1, width)
+    else:
+        vectors[good] = values[offsets[:-1][good][:, None] + np.arange(width)]
+    if chunk.values.null_count:
+        nulls = np.concatenate([[0], np.cumsum(chunk.values.is_null().to_numpy(zero_copy_only=False))])
+        good &= nulls[offsets[1:]] == nulls[offsets[:-1]]
+        vectors[~good] = 0
 
 
 def _bias(column: pa.ChunkedArray, name: str, part: str) -> npt.NDArray[np.float32]:
     if not (pa.types.is_floating(column.type) or pa.types.is_integer(column.type)):
         raise ItemsError(f"{part}: bias column {name!r} is {column.type}; it must be a number")
-    bias: npt.NDArray[np.float32] = column.cast(pa.float64()).to_numpy(zero_copy_only=False).astype(np.float32)
-    return bias  # where it was null it is NaN now
+    wide = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)  # null becomes NaN
+    with np.errstate(over="ignore"):  # what is beyond float32 becomes infinity, which is refused like NaN
+        bias: npt.NDArray[np.float32] = wide.astype(np.float32)
+    return bias
 
 
 def _read_matrix(config: RunConfig, path: str, suffix: str) -> RawItems:
@@ -156,7 +183,9 @@ def _read_matrix(config: RunConfig, path: str, suffix: str) -> RawItems:
     except ItemsError:
         raise
     except Exception as error:  # safetensors and NumPy have their own kinds for a damaged file
-        raise ItemsError(f"{path}: not readable as {suffix[1:]}: {str(error).splitlines()[0]}") from None
+        raise ItemsError(f"{path}: not readable as {suffix[1:]}: {_first_line(error)}") from None
+    if not isinstance(vectors, np.ndarray):
+        raise ItemsError(f"{path}: a zip of arrays (.npz), not one .npy array")
     if vectors.ndim != 2 or vectors.dtype.kind != "f":
         raise ItemsError(f"{path}: expected a matrix of floats [items, width], found {vectors.dtype} {list(vectors.shape)}")
     if not config.item_ids:
@@ -200,12 +229,12 @@ def id_column(path: Path, name: str) -> pa.Array:
     except FileNotFoundError:
         raise ItemsError(f"{path}: no such file") from None
     except (OSError, pa.ArrowException) as error:
-        raise ItemsError(f"{path}: not readable as Parquet: {str(error).splitlines()[0]}") from None
+        raise ItemsError(f"{path}: not readable as Parquet: {_first_line(error)}") from None
     if name not in table.column_names:
         if table.num_columns != 1:
             raise ItemsError(f"{path}: no column {name!r}{nearest(name, table.column_names)}")
         name = table.column_names[0]
-    return pa.concat_arrays(_ids(table[name], str(path)))
+    return _joined([(str(path), chunk) for chunk in _ids(table[name], str(path))])
 
 
 def _provenance(path: str, stored: bytes | str | None) -> dict[str, Any]:
@@ -214,6 +243,10 @@ def _provenance(path: str, stored: bytes | str | None) -> dict[str, Any]:
     except ValueError:
         raise ItemsError(f"{path}: the metadata {PROVENANCE_KEY!r} is not JSON") from None
     return value if isinstance(value, dict) else {}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _digest(paths: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ npy (memory-mapped). Files without ids take them from --item-ids, else the row n
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from prefill_cli.arrow import invalid_text, is_text
 from prefill_cli.config import RunConfig
 from prefill_cli.errors import ItemsError, UsageError
 from prefill_cli.scoring import item_files
@@ -55,6 +56,8 @@ def load_items(config: RunConfig, hidden_size: int | None) -> Items:
     assert config.items is not None
     raw = item_files.read(config)
     where, width = str(config.items), raw.vectors.shape[1]
+    if not len(raw.ids):
+        raise ItemsError(f"{where}: there are no items in it")
     hidden_size = hidden_size or width
     wanted = config.dims or hidden_size
     if config.dims and config.dims > hidden_size:
@@ -86,10 +89,10 @@ def load_items(config: RunConfig, hidden_size: int | None) -> Items:
         keep = np.setdiff1d(np.arange(len(ids)), bad_rows)
         ids, vectors, bias = ids.take(pa.array(keep)), vectors[keep], None if bias is None else bias[keep]
     if not len(ids):
-        raise ItemsError(f"{where}: there are no items in it")
-    if config.normalize or config.score == "cosine":
-        vectors = vectors / _norms(vectors)[:, None].astype(np.float32)
+        raise ItemsError(f"{where}: every item is left out (--bad-items drop)")
     vectors = np.ascontiguousarray(vectors, np.float32)
+    if config.normalize or config.score == "cosine":
+        vectors = _unit_length(vectors)
     return Items(ids, vectors, _norms(vectors), bias, raw.sha256, len(bad_rows), raw.provenance)
 
 
@@ -103,7 +106,7 @@ def check_provenance(items: Items, config: RunConfig, made_with: dict[str, Any])
     differing = [
         f"{name} ({stored[name]}, now {made_with[name]})"
         for name in stored.keys() & made_with.keys()
-        if stored[name] is not None and stored[name] != made_with[name]
+        if None not in (stored[name], made_with[name]) and stored[name] != made_with[name]
     ]
     if differing:
         message = f"{config.items} was made with another {', '.join(sorted(differing))}; scores may mean nothing"
@@ -112,17 +115,12 @@ def check_provenance(items: Items, config: RunConfig, made_with: dict[str, Any])
         log.warning("%s", message)
 
 
-def subset(items: Items, rows: npt.NDArray[np.int64]) -> Items:
-    """The items at `rows`, in that order."""
-    bias = None if items.bias is None else items.bias[rows]
-    return replace(
-        items, ids=items.ids.take(pa.array(rows)), vectors=items.vectors[rows], norms=items.norms[rows], bias=bias
-    )
-
-
 def _check_ids(ids: pa.Array, where: str) -> None:
     if ids.null_count:
         raise ItemsError(f"{where}: {ids.null_count} item ids are null")
+    broken = invalid_text(ids) if is_text(ids.type) else []
+    if broken:
+        raise ItemsError(f"{where}: {len(broken)} item ids are not UTF-8, the first in row {broken[0]} (from 0)")
     counts = pc.value_counts(ids)
     repeated = counts.filter(pc.greater(counts.field("counts"), 1)).field("values")
     if len(repeated):
@@ -137,10 +135,19 @@ def _bad_rows(
     finite[null_rows] = True  # told apart by their own reason
     bad = {"null or ragged embeddings": null_rows, "NaN or infinity in the embedding": np.flatnonzero(~finite)}
     if no_zeros:
-        zero = _by_block(vectors, lambda block: ~block.any(axis=1), bool)
+        zero = _by_block(vectors, lambda block: ~block.astype(np.float32).any(axis=1), bool)
         zero[null_rows] = False
         bad["an embedding of zero length, which has no direction for cosine or --normalize"] = np.flatnonzero(zero)
     return bad
+
+
+def _unit_length(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """[N, d] vectors over their lengths, which are taken in float64: a float32 one may overflow or vanish."""
+    unit, norms = np.empty(vectors.shape, np.float32), _norms(vectors)
+    for start in range(0, len(vectors), CHECK_ROWS):
+        stop = start + CHECK_ROWS
+        unit[start:stop] = vectors[start:stop] / norms[start:stop, None]
+    return unit
 
 
 def _norms(vectors: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

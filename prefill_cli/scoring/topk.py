@@ -5,12 +5,12 @@ float32. It depends on the pair alone: not on the block, the batch or k. Order: 
 
 Computing all scores that way would cost too much, so blocks of items are scanned by a float32 matrix product, whose
 rounding depends on shapes, and only what could be in the answer is rescored. With u = 2^-24 and width d, a float32
-product in any order of summation, with or without fused multiply-add, is off by at most g |q||x|, g = d u / (1 - d u)
-(Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1, and Cauchy-Schwarz). Adding the bias and
-rounding the exact score add at most u (|q||x| + |b|) each, and a third such term pays for rounding the comparison
-itself. Let E be that sum for the longest item and the largest bias, and t the k-th largest scanned score. The k items
-at t or above have exact scores of at least t - E; an item scanned below t - 2 E has an exact score below t - E, so it
-is below k others. What is scanned at t - 2 E or above is rescored, ties and all.
+product (not TF32) in any order of summation, with fused multiply-add or without, is off by at most g |q||x|, g = d u
+/ (1 - d u) (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1, and Cauchy-Schwarz). Adding
+the bias and rounding the exact score add at most u (|q||x| + |b|) each, and a third such term pays for rounding the
+comparison itself. Let E be that sum for the longest item and the largest bias, and t the k-th largest scanned score.
+The k items at t or above have exact scores of at least t - E; an item scanned below t - 2 E has an exact score below
+t - E, so it is below k others. What is scanned at t - 2 E or above is rescored, ties and all.
 """
 
 from collections.abc import Iterator
@@ -64,6 +64,7 @@ def search(queries: npt.NDArray[np.float32], catalogue: Catalogue, k: int, filte
 
     queries: [n, d] finite, d = catalogue.items.width. filters: of the same n users.
     """
+    torch.set_float32_matmul_precision("highest")  # TF32 or bfloat16 products would break the bound
     rows = max(1, min(QUERY_ROWS, SURVIVOR_LIMIT // (2 * k)))
     parts = [
         part
@@ -97,7 +98,7 @@ class _Scan:
     def __init__(self, queries: npt.NDArray[np.float32], catalogue: Catalogue, k: int) -> None:
         items, device = catalogue.items, catalogue.device
         self._queries, self._items, self._k, self._device = queries, items, k, device
-        self._on_device = torch.from_numpy(queries).to(device)
+        self._on_device = _tensor(queries).to(device)
         self._best = torch.full((len(queries), 1), -torch.inf, device=device)
         self._margin = torch.from_numpy(2 * _error_bound(queries, items)).float().to(device)
         self._pairs: list[tuple[Tensor, Tensor, Tensor]] = []  # user, item row, scanned score
@@ -105,12 +106,10 @@ class _Scan:
 
     def add(self, first: int, stop: int, mask: "_Mask") -> None:
         """Scan items first … stop - 1."""
-        vectors = self._items.vectors[first:stop]
-        # torch does not take read-only memory, which is what a memory-mapped file is.
-        block = torch.from_numpy(vectors if vectors.flags.writeable else vectors.copy()).to(self._device)
+        block = _tensor(self._items.vectors[first:stop]).to(self._device)
         scanned = self._on_device @ block.T  # [n, C]
         if self._items.bias is not None:
-            scanned += torch.from_numpy(self._items.bias[first:stop]).to(self._device)
+            scanned += _tensor(self._items.bias[first:stop]).to(self._device)
         mask.apply(scanned, first, stop)
         block_best = scanned.topk(min(self._k, stop - first), sorted=False).values
         both = torch.cat([self._best, block_best], 1)
@@ -123,9 +122,7 @@ class _Scan:
             self._prune()
 
     def _floor(self) -> Tensor:
-        """[n] scanned score below which an item cannot be in the answer; -inf until k have been seen."""
-        if self._best.shape[1] < self._k:
-            return torch.full_like(self._margin, -torch.inf)
+        """[n] scanned score below which an item cannot be in the answer; -inf (of the start) until k have been seen."""
         return self._best[:, -1] - self._margin
 
     def _prune(self) -> tuple[Tensor, Tensor]:
@@ -181,6 +178,11 @@ class _Mask:
         return torch.from_numpy(users).to(self._device), torch.from_numpy(columns).to(self._device)
 
 
+def _tensor(array: npt.NDArray[np.float32]) -> Tensor:
+    """The same memory, or a copy where it is read-only, as a memory-mapped file is: torch does not take that."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
 def _by_item(pairs: Pairs) -> Pairs:
     order = np.argsort(pairs.items, kind="stable")
     return Pairs(pairs.users[order], pairs.items[order])
@@ -196,7 +198,7 @@ def _error_bound(queries: npt.NDArray[np.float32], items: Items) -> npt.NDArray[
     d, (longest, bias) = items.width, _extremes(items)
     lengths = np.sqrt(np.square(queries, dtype=np.float64).sum(axis=1))
     relative = d * UNIT_ROUNDOFF / (1 - d * UNIT_ROUNDOFF) + 3 * UNIT_ROUNDOFF
-    bound: npt.NDArray[np.float64] = 1.01 * relative * (lengths * longest + bias) + d * float(np.finfo(np.float32).tiny)
+    bound: npt.NDArray[np.float64] = 1.01 * relative * (lengths * longest + bias) + 2 * d * float(np.finfo(np.float32).tiny)
     return bound
 
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from prefill_cli.config import RunConfig
 from prefill_cli.data import manifest
-from prefill_cli.data.inputs import find_files, plan_inputs, read_footer
+from prefill_cli.data.inputs import PARQUET_SUFFIXES, find_files, plan_inputs, read_footer
 from prefill_cli.data.results import REJECTS_FOLDER
 from prefill_cli.data.tokenization import PromptTokenizer, load_tokenizer
 from prefill_cli.encoding.loading import load_base_model, open_model_folder
@@ -46,7 +46,7 @@ def inspect_path(path: Path, config: RunConfig) -> Finding:
 def _kind(path: Path, config: RunConfig) -> tuple[str, Any]:
     if manifest.read_manifest(path) is not None:
         return "result", _result
-    if path.is_dir() and ((path / "config.json").exists() or not any(path.rglob("*.parquet"))):
+    if path.is_dir() and ((path / "config.json").exists() or not any(p.suffix in PARQUET_SUFFIXES for p in path.rglob("*"))):
         return "model", _model
     if path.suffix in (".npy", ".safetensors"):
         return "items", _items

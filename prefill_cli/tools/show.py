@@ -1,13 +1,16 @@
 """`prefill-score show`: some users' histories and lists with titles, as a person wants to see them."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
+from prefill_cli.data.inputs import find_files, first_line, natural
 from prefill_cli.data.manifest import read_manifest
-from prefill_cli.errors import InputError, OutputError, nearest
+from prefill_cli.errors import InputError, ItemsError, OutputError, PrefillScoreError, nearest
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ def read_lists(query: UserQuery) -> list[dict[str, Any]]:
     """One entry a user: id_column, id, history (titles, oldest first, or None), items (rank, score, id and texts).
 
     Raises:
-        OutputError: not a result of ours. InputError: no such user or column.
+        OutputError: not a result of ours. InputError, ItemsError: no such user, file or column.
     """
     manifest = read_manifest(query.output)
     if manifest is None:
@@ -44,43 +47,57 @@ def read_lists(query: UserQuery) -> list[dict[str, Any]]:
             {"rank": rank, "score": score, "item_id": item, **texts.get(item, {})}
             for rank, (item, score) in enumerate(zip(row["item_ids"], row["scores"], strict=True), start=1)
         ]
-        titles = None if history is None else [next(iter(texts.get(i, {}).values()), str(i)) for i in history]
+        titles = None if history is None else [next(iter(texts.get(i, {}).values()), None) or str(i) for i in history]
         shown.append({"id_column": id_column, "id": row[id_column], "history": titles, "items": items[: query.top]})
     return shown
 
 
 def _lists(query: UserQuery, id_column: str, layout: str) -> pl.DataFrame:
-    """A row a user: id, item_ids, scores; in the long layout gathered from the rows."""
-    parts = pl.scan_parquet(str(query.output / "part-*.parquet"))
-    if query.user:
+    """A row a list: id, item_ids, scores; in the long layout gathered from the rows."""
+    with _reading(query.output, OutputError):
+        parts = _scan(sorted(query.output.glob("part-*.parquet"), key=lambda p: natural(p.name)))
         kind = parts.collect_schema()[id_column]
-        try:
-            wanted = pl.Series(query.user).cast(kind)
-        except pl.exceptions.PolarsError:
-            raise InputError(f"--user {', '.join(query.user)}: user ids of this result are {kind}") from None
+    wanted = _user_ids(query.user, kind)
+    if query.user:
         parts = parts.filter(pl.col(id_column).is_in(wanted.implode()))
-    if layout == "long":
-        parts = parts.group_by(id_column, maintain_order=True).agg(item_ids=pl.col("item_id"), scores=pl.col("score"))
-    found = parts.select(id_column, "item_ids", "scores").head(len(query.user) or query.users).collect(engine="streaming")
-    if query.user and found.is_empty():
-        raise InputError(f"{query.output}: no user {', '.join(query.user)} in the result; see its _rejects folder too")
+    if layout == "long":  # ids may repeat, but every list begins with rank 1
+        lists = parts.group_by((pl.col("rank") == 1).cum_sum().alias("list"), maintain_order=True)
+        parts = lists.agg(pl.col(id_column).first(), item_ids=pl.col("item_id"), scores=pl.col("score"))
+    parts = parts.select(id_column, "item_ids", "scores")
+    with _reading(query.output, OutputError):
+        found = (parts if query.user else parts.head(query.users)).collect(engine="streaming")
+    missing = [name for name, known in zip(query.user, wanted.is_in(found[id_column].implode()), strict=True) if not known]
+    if missing:
+        raise InputError(f"{query.output}: no user {', '.join(missing)} in the result; see its _rejects folder too")
     return found
+
+
+def _user_ids(users: tuple[str, ...], kind: pl.DataType) -> pl.Series:
+    """What --user says, in the type of the result's ids."""
+    texts = pl.Series(users, dtype=pl.String)
+    try:
+        return texts.str.strptime(kind) if isinstance(kind, pl.Date | pl.Datetime) else texts.cast(kind)
+    except pl.exceptions.PolarsError:
+        raise InputError(f"--user {', '.join(users)}: user ids of this result are {kind}") from None
 
 
 def _item_texts(query: UserQuery, options: dict[str, Any]) -> dict[Any, dict[str, Any]]:
     """Item id → its text columns, the title first; empty where the item file is gone or has none."""
     path = query.items or Path(options["items"])
-    if path.suffix in (".npy", ".safetensors") or (not query.items and not path.exists()):
+    if path.suffix in (".npy", ".safetensors") or (not query.items and not _is_there(path)):
         return {}
-    items = pl.scan_parquet(str(path / "**/*.parquet" if path.is_dir() else path))
-    schema = items.collect_schema()
-    texts = [name for name, kind in schema.items() if kind == pl.String and name != options["item_id_column"]]
-    title = query.title_column or "title"
-    if query.title_column and title not in texts:
-        raise InputError(f"{path}: no text column {title!r}{nearest(title, texts)}")
-    texts.sort(key=lambda name: name != title)
-    table = items.select(options["item_id_column"], *texts[:3]).collect()
-    return {row.pop(options["item_id_column"]): row for row in table.to_dicts()}
+    item_id, title = options["item_id_column"], query.title_column or "title"
+    with _reading(path, ItemsError):
+        items = _scan(find_files([str(path)]))
+        schema = items.collect_schema()
+        if item_id not in schema:
+            raise ItemsError(f"{path}: no column {item_id!r}{nearest(item_id, schema)}")
+        texts = [name for name, kind in schema.items() if kind == pl.String and name != item_id]
+        if query.title_column and title not in texts:
+            raise ItemsError(f"{path}: no text column {title!r}{nearest(title, texts)}")
+        texts.sort(key=lambda name: name != title)
+        table = items.select(item_id, *texts[:3]).collect()
+    return {row.pop(item_id): row for row in table.to_dicts()}
 
 
 def _histories(query: UserQuery, manifest: dict[str, Any], ids: pl.Series) -> dict[Any, list[Any]]:
@@ -89,8 +106,37 @@ def _histories(query: UserQuery, manifest: dict[str, Any], ids: pl.Series) -> di
     files = [f["path"] for f in manifest["inputs"]["files"] if Path(f["path"]).exists()]
     if not column or not files:
         return {}
-    prompts = pl.scan_parquet(files, extra_columns="ignore")
-    if column not in prompts.collect_schema():
-        raise InputError(f"{files[0]}: no column {column!r}{nearest(column, prompts.collect_schema())}")
-    rows = prompts.select(ids.name, column).filter(pl.col(ids.name).is_in(ids.implode())).collect(engine="streaming")
+    with _reading(files[0], InputError):
+        prompts = _scan(files)
+        schema = prompts.collect_schema()
+        if column not in schema:
+            raise InputError(f"{files[0]}: no column {column!r}{nearest(column, schema)}")
+        if not isinstance(schema[column], pl.List | pl.Array):
+            raise InputError(f"{files[0]}: column {column!r} is {schema[column]}, which is not a list of item ids")
+        user = pl.col(ids.name).cast(ids.dtype)  # the result has one type for what may differ from file to file
+        rows = prompts.select(user, column).filter(user.is_in(ids.implode())).collect(engine="streaming")
     return {user: history or [] for user, history in rows.iter_rows()}
+
+
+def _scan(files: list[str] | list[Path]) -> pl.LazyFrame:
+    if not files:
+        raise FileNotFoundError("there is no Parquet file")
+    return pl.scan_parquet(files, glob=False, extra_columns="ignore")
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return bool(find_files([str(path)]))
+    except InputError:
+        return False
+
+
+@contextlib.contextmanager
+def _reading(path: Path | str, kind: type[PrefillScoreError]) -> Iterator[None]:
+    """Turn what Polars says of damaged files into one sentence of the kind of error that fits."""
+    try:
+        yield
+    except InputError as error:
+        raise kind(str(error)) from None
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise kind(f"{path}: cannot be read: {first_line(error)}") from None

@@ -1,0 +1,42 @@
+# make run      score the sample data end to end and look at some lists
+# make test     run the tests
+# make check    lint, types and tests: what decides whether a change lands
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: run test lint types check bench sample-data clean
+
+run: $(READY)
+	$(BIN)/prefill-score run sample_data/prompts.parquet --overwrite
+	$(BIN)/prefill-score show prompts.topk
+
+test: $(READY)
+	$(BIN)/pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+check: lint types test
+
+bench: $(READY)
+	$(BIN)/prefill-score bench sample_data/prompts.parquet
+
+sample-data: $(READY)
+	$(BIN)/python sample_data/make_sample_data.py
+
+clean:
+	rm -rf prompts.topk .prompts.topk.* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# One environment for everything. The constraints file makes it the set that was tested, whatever has come out since.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "prefill-score needs Python 3.11 or newer; say which: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@

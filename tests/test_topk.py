@@ -1,0 +1,342 @@
+"""Top-k against brute force: exact, ties in row order, and the same bits whatever the block, the batch, k or the threads."""
+
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from conftest import reference_top_k
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefill_cli.scoring import topk
+from prefill_cli.scoring.filters import Filters, ItemIndex
+from prefill_cli.scoring.items import Items
+from prefill_cli.scoring.topk import Catalogue, overflowing, search
+
+
+def make_items(vectors, bias=None):
+    vectors = np.asarray(vectors, np.float32)
+    norms = np.sqrt(np.square(vectors, dtype=np.float64).sum(axis=1))
+    return Items(pa.array(range(len(vectors))), vectors, norms, bias, "", 0, {})
+
+
+def run(queries, vectors, k, *, bias=None, filters=None, allowed=None):
+    return search(np.asarray(queries, np.float32), Catalogue(make_items(vectors, bias), allowed), k, filters or Filters())
+
+
+def table(found, k):
+    """[n, k] rows and scores; every list has to be k long."""
+    assert np.diff(found.offsets).tolist() == [k] * (len(found.offsets) - 1)
+    return found.rows.reshape(-1, k), found.scores.reshape(-1, k)
+
+
+def assert_exact(queries, vectors, k, bias=None):
+    """Against brute force in float64. The bias enters it as one more dimension."""
+    rows, scores = table(run(queries, vectors, k, bias=bias), min(k, len(vectors)))
+    if bias is not None:
+        queries = np.hstack([queries, np.ones((len(queries), 1), np.float32)])
+        vectors = np.hstack([vectors, bias[:, None]])
+    expected_rows, expected_scores = reference_top_k(queries, vectors, k)
+    assert scores.tolist() == expected_scores.tolist()
+    assert rows.tolist() == expected_rows.tolist()
+
+
+@pytest.fixture(params=["default", "7", "100", "pruned", "halved"])
+def sizes(request, monkeypatch):
+    """Blocks and limits from generous to such that survivors are pruned and users are halved."""
+    blocks, rows, limit = {
+        "default": (16_384, 1_024, 4_000_000),
+        "7": (7, 1_024, 4_000_000),
+        "100": (100, 3, 4_000_000),
+        "pruned": (16, 8, 600),
+        "halved": (64, 1_024, 40),
+    }[request.param]
+    monkeypatch.setattr(topk, "BLOCK_ITEMS", blocks)
+    monkeypatch.setattr(topk, "QUERY_ROWS", rows)
+    monkeypatch.setattr(topk, "SURVIVOR_LIMIT", limit)
+    monkeypatch.setattr(topk, "RESCORE_CELLS", 64 if blocks < 16_384 else topk.RESCORE_CELLS)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def integers(rng, shape, bound=9):
+    """Whole numbers: every sum is exact in float64, whatever its order."""
+    return rng.integers(-bound, bound + 1, shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("k", [1, 10, 300])
+def test_random_vectors_give_the_exact_lists(sizes, threads, k):
+    rng = np.random.default_rng(0)
+    assert_exact(integers(rng, (20, 48), 1000), integers(rng, (300, 48), 1000), k)
+
+
+@pytest.mark.parametrize("k", [1, 10, 120])
+def test_clustered_vectors_give_the_exact_lists(sizes, k):
+    rng = np.random.default_rng(1)
+    centres = integers(rng, (4, 32), 2000)
+    vectors = centres[rng.integers(0, 4, 250)] + integers(rng, (250, 32), 1)
+    assert_exact(centres[rng.integers(0, 4, 12)] + integers(rng, (12, 32), 1), vectors, k)
+
+
+def test_a_bias_counts_like_one_more_dimension(sizes):
+    rng = np.random.default_rng(2)
+    for bound in (3, 100_000):
+        assert_exact(integers(rng, (9, 16)), integers(rng, (200, 16)), 13, bias=integers(rng, 200, bound))
+
+
+@pytest.mark.parametrize("k", [1, 5, 50])
+def test_equal_items_stand_in_row_order_and_a_list_is_a_prefix_of_a_longer_one(sizes, threads, k):
+    vectors = np.tile(np.array([[0.1, 0.2, 0.3]], np.float32), (230, 1))
+    queries = np.array([[1, 2, 3], [-1, 0, 0.5], [0, 0, 0]], np.float32)
+    rows, scores = table(run(queries, vectors, k), k)
+    assert rows.tolist() == [list(range(k))] * 3
+    longer, longer_scores = table(run(queries, vectors, k + 1), k + 1)
+    assert longer[:, :k].tolist() == rows.tolist()
+    assert longer_scores[:, :k].tobytes() == scores.tobytes()
+
+
+def test_lists_for_every_k_are_prefixes_of_the_longest(sizes):
+    rng = np.random.default_rng(3)
+    queries, vectors = integers(rng, (5, 2), 2), integers(rng, (60, 2), 2)
+    longest, scores = table(run(queries, vectors, 60), 60)
+    for k in range(1, 60):
+        rows, shorter = table(run(queries, vectors, k), k)
+        assert rows.tolist() == longest[:, :k].tolist()
+        assert shorter.tobytes() == scores[:, :k].tobytes()
+
+
+def test_scores_that_differ_in_the_last_place_are_told_apart(sizes):
+    """Scores 1 + i ulp in shuffled order, behind a large common part that cancels: float32 sums lose the difference."""
+    rng = np.random.default_rng(4)
+    order = rng.permutation(120)
+    steps = (1 + order * 2.0**-23).astype(np.float32)
+    large = np.full(120, 2.0**12, np.float32)
+    vectors = np.stack([large, steps, -large, np.zeros(120)], axis=1).astype(np.float32)
+    rows, scores = table(run(np.ones((3, 4)), vectors, 30), 30)
+    expected = np.argsort(-order)[:30].tolist()
+    assert rows.tolist() == [expected] * 3
+    assert scores[0].tolist() == steps[expected].tolist()
+    assert_exact(np.ones((3, 4), np.float32), vectors, 30)
+
+
+@pytest.mark.parametrize("scale", [2**10, 2**16, 2**22])
+def test_large_parts_that_cancel_do_not_hide_the_exact_order(sizes, threads, scale):
+    rng = np.random.default_rng(5)
+    half = rng.integers(-scale, scale, (150, 64)).astype(np.float64)
+    small = rng.integers(0, 3, (150, 1))
+    vectors = np.hstack([half, -half, small]).astype(np.float32)
+    mirrored = rng.permutation(64)
+    queries = np.ones((6, 129), np.float32)
+    queries[:, mirrored[:32]] = 3
+    queries[:, 64 + mirrored[:32]] = 3  # the same weight on both halves: all that is left is the last dimension
+    exact = queries.astype(np.float64) @ vectors.astype(np.float64).T
+    assert np.array_equal(exact, np.tile(small[:, 0], (6, 1)))
+    if scale == 2**22:
+        scanned = (torch.from_numpy(queries) @ torch.from_numpy(vectors).T).numpy()
+        assert not np.array_equal(scanned, exact)  # the scan alone would be wrong
+    assert_exact(queries, vectors, 25)
+
+
+def test_real_numbers_stay_within_rounding_of_the_reference_and_are_ordered():
+    rng = np.random.default_rng(6)
+    queries, vectors = (rng.standard_normal((n, 576)).astype(np.float32) for n in (40, 3000))
+    rows, scores = table(run(queries, vectors, 50), 50)
+    expected_rows, expected = reference_top_k(queries, vectors, 50)
+    assert np.abs(scores - expected).max() <= np.spacing(np.abs(expected).max())
+    assert (rows == expected_rows).mean() > 0.999
+    assert (np.diff(scores, axis=1) <= 0).all()
+
+
+def test_the_scan_bound_holds_for_hostile_sums():
+    """|float32 product - exact score| <= E, the claim of the module's proof, where Cauchy-Schwarz is nearly tight."""
+    rng = np.random.default_rng(7)
+    for d in (1, 3, 64, 1000):
+        signs = rng.choice([-1, 1], (200, d))
+        vectors = (signs * rng.uniform(0.5, 1, (200, d)) * 10.0 ** rng.integers(-3, 4, (200, 1))).astype(np.float32)
+        queries = rng.uniform(0.5, 1, (20, d)).astype(np.float32)
+        items = make_items(vectors)
+        scanned = (torch.from_numpy(queries) @ torch.from_numpy(vectors).T).numpy()
+        users, rows = (a.ravel() for a in np.indices(scanned.shape))
+        exact = topk._pair_scores(queries, items, users, rows).reshape(scanned.shape)
+        off = np.abs(scanned.astype(np.float64) - exact).max(axis=1)
+        assert (off <= topk._error_bound(queries, items)).all()
+
+
+def test_products_that_underflow_are_in_the_bound(sizes):
+    vectors = (np.arange(1, 51)[::-1, None] * np.full((1, 8), 1e-30)).astype(np.float32)
+    rows, scores = table(run(np.full((2, 8), 1e-12), vectors, 7), 7)
+    assert rows.tolist() == [list(range(7))] * 2
+    assert (np.diff(scores, axis=1) <= 0).all()
+    rows, _ = table(run(np.full((2, 8), 1e-9), vectors[::-1].copy(), 7), 7)
+    assert rows.tolist() == [list(range(49, 42, -1))] * 2
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_whole_numbers_filters_and_k_equal_a_loop(data):
+    d, n, n_items = (data.draw(st.integers(1, high)) for high in (3, 5, 25))
+    numbers = st.integers(-2, 2)
+    vectors, queries = (
+        np.array(data.draw(st.lists(numbers, min_size=m * d, max_size=m * d)), np.float32).reshape(m, d)
+        for m in (n_items, n)
+    )
+    bias = data.draw(st.none() | st.lists(numbers, min_size=n_items, max_size=n_items))
+    k = data.draw(st.integers(1, n_items + 2))
+    exclude = data.draw(st.lists(st.lists(st.integers(0, n_items - 1)), min_size=n, max_size=n))
+    candidates = data.draw(st.lists(st.none() | st.lists(st.integers(0, n_items - 1)), min_size=n, max_size=n))
+    filters = ItemIndex(pa.array(range(n_items))).filters(*(
+        pa.chunked_array([pa.array(lists, pa.list_(pa.int64()))]) for lists in (exclude, candidates)
+    ))  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topk, "BLOCK_ITEMS", data.draw(st.sampled_from([1, 3, 7, 100])))
+        patch.setattr(topk, "SURVIVOR_LIMIT", data.draw(st.sampled_from([1, 10, 30, 1000])))
+        patch.setattr(topk, "QUERY_ROWS", data.draw(st.sampled_from([1, 2, 1000])))
+        found = run(queries, vectors, k, bias=None if bias is None else np.array(bias, np.float32), filters=filters)
+    for user, (a, b) in enumerate(pairwise(found.offsets)):
+        scores = vectors @ queries[user] + (0 if bias is None else np.array(bias))
+        may = set(range(n_items) if candidates[user] is None else candidates[user]) - set(exclude[user])
+        expected = sorted(may, key=lambda row: (-scores[row], row))[:k]
+        assert found.rows[a:b].tolist() == expected
+        assert found.scores[a:b].tolist() == scores[expected].tolist()
+
+
+def test_a_pairs_score_has_the_same_bits_in_any_company(monkeypatch):
+    rng = np.random.default_rng(8)
+    queries, vectors = (rng.standard_normal((n, 100)).astype(np.float32) for n in (16, 400))
+    bias = rng.standard_normal(400).astype(np.float32)
+    rows, scores = table(run(queries, vectors, 400, bias=bias), 400)
+    known = np.empty((16, 400), np.float32)
+    np.put_along_axis(known, rows, scores, 1)
+
+    def check(queries, vectors, k, users, items):
+        rows, scores = table(run(queries, vectors, k, bias=bias[items]), k)
+        assert scores.tobytes() == np.take_along_axis(known[np.ix_(users, items)], rows, 1).tobytes()
+
+    everyone, everything = np.arange(16), np.arange(400)
+    for k in (1, 3, 100):
+        check(queries, vectors, k, everyone, everything)
+        check(np.asfortranarray(queries), vectors, k, everyone, everything)
+    for user in everyone:
+        check(queries[[user]], vectors, 7, [user], everything)
+    for items in (np.array([5]), np.array([399, 0, 17]), np.arange(13, 250)):
+        check(queries, vectors[items], 1, everyone, items)
+    for cells, block in ((1, 16_384), (300, 1), (1000, 33)):
+        monkeypatch.setattr(topk, "RESCORE_CELLS", cells)
+        monkeypatch.setattr(topk, "BLOCK_ITEMS", block)
+        check(queries, vectors, 9, everyone, everything)
+
+
+def test_runs_with_one_thread_and_with_two_give_the_same_bits():
+    rng = np.random.default_rng(9)
+    queries, vectors = (rng.standard_normal((n, 64)).astype(np.float32) for n in (30, 2000))
+    before, found = torch.get_num_threads(), []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        found.append(run(queries, vectors, 20))
+    torch.set_num_threads(before)
+    assert found[0].rows.tobytes() == found[1].rows.tobytes()
+    assert found[0].scores.tobytes() == found[1].scores.tobytes()
+
+
+def test_survivors_are_pruned_and_users_halved_where_too_many_pairs_survive(monkeypatch):
+    calls = Counter()
+    for owner, name in ((topk._Scan, "_prune"), (topk, "_search_rows")):
+        original = getattr(owner, name)
+
+        def counted(*arguments, original=original, name=name):
+            calls[name] += 1
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, counted)
+    monkeypatch.setattr(topk, "BLOCK_ITEMS", 50)
+    monkeypatch.setattr(topk, "SURVIVOR_LIMIT", 400)
+    rising = np.arange(500, dtype=np.float32)[:, None]
+    assert table(run(np.ones((8, 1)), rising, 25), 25)[0].tolist() == [list(range(499, 474, -1))] * 8
+    assert calls["_search_rows"] == 1  # pruned is enough: what was best in a block is soon overtaken
+    assert calls["_prune"] > 1
+    calls.clear()
+    assert table(run(np.ones((8, 1)), np.ones((500, 1)), 25), 25)[0].tolist() == [list(range(25))] * 8
+    assert calls["_search_rows"] == 1 + 2 + 4 + 8
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 9), (3, 2, 1), (1, 40, 1), (33, 1, 4)])
+def test_one_user_one_item_one_dimension_and_k_above_the_catalogue(sizes, shape):
+    n, n_items, d = shape
+    rng = np.random.default_rng(10)
+    assert_exact(integers(rng, (n, d)), integers(rng, (n_items, d)), n_items + 5)
+
+
+def test_no_users_give_no_lists():
+    found = run(np.empty((0, 3)), np.ones((5, 3)), 2)
+    assert (found.offsets.tolist(), len(found.rows), len(found.scores)) == ([0], 0, 0)
+    assert (found.rows.dtype, found.scores.dtype) == (np.int64, np.float32)
+
+
+def test_results_are_int64_rows_and_float32_scores():
+    found = run(np.ones((2, 3)), np.ones((5, 3)), 2)
+    assert (found.offsets.dtype, found.rows.dtype, found.scores.dtype) == (np.int64, np.int64, np.float32)
+
+
+def test_negative_and_zero_scores_are_scores_like_any_other(sizes):
+    vectors = np.array([[-3], [0], [-1], [-2], [0]], np.float32)
+    rows, scores = table(run([[1.0], [0.0], [-1.0]], vectors, 3), 3)
+    assert rows.tolist() == [[1, 4, 2], [0, 1, 2], [0, 3, 2]]
+    assert scores.tolist() == [[0, 0, -1], [0, 0, 0], [3, 2, 1]]
+
+
+def test_memory_mapped_items_and_read_only_queries_are_searched_without_a_warning(tmp_path, sizes):
+    rng = np.random.default_rng(11)
+    np.save(tmp_path / "i.npy", integers(rng, (90, 6)))
+    np.save(tmp_path / "q.npy", integers(rng, (4, 6)))
+    vectors, queries = (np.load(tmp_path / name, mmap_mode="r") for name in ("i.npy", "q.npy"))
+    bias = integers(rng, 90)
+    bias.flags.writeable = False
+    assert_exact(queries, vectors, 8, bias=bias)
+
+
+def test_reduced_precision_that_somebody_set_for_products_does_not_reach_the_scan():
+    rng = np.random.default_rng(12)
+    vectors = integers(rng, (4000, 64), 1000)
+    torch.set_float32_matmul_precision("medium")  # bfloat16 products, on CPUs that have them
+    try:
+        assert_exact(integers(rng, (64, 64), 3), vectors, 100)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_denied_items_never_appear_even_where_they_are_all_that_is_good(sizes):
+    vectors = np.arange(60, dtype=np.float32)[:, None]
+    allowed = np.arange(60) < 4
+    rows = run(np.ones((3, 1)), vectors, 10, allowed=allowed).rows.reshape(3, 4)
+    assert rows.tolist() == [[3, 2, 1, 0]] * 3
+    assert len(run(np.ones((3, 1)), vectors, 10, allowed=np.zeros(60, bool)).rows) == 0
+
+
+@pytest.mark.parametrize(
+    ("query", "too_far"),
+    [([1, 0], False), ([1e38, 0], True), ([1e37, 0], False), ([np.nan, 0], True), ([np.inf, 0], True), ([0, 0], False)],
+)
+def test_users_whose_scores_might_leave_float32_are_told_apart(query, too_far):
+    items = make_items([[1, 0], [0, 3]])
+    assert overflowing(np.array([query, [1, 1]], np.float32), items).tolist() == [too_far, False]
+
+
+def test_a_large_bias_counts_towards_the_range_of_scores():
+    items = make_items([[1.0, 0]], bias=np.array([-1e38], np.float32))
+    assert overflowing(np.array([[1.0, 0]], np.float32), items).tolist() == [True]
+
+
+def test_scores_just_inside_the_range_are_exact():
+    vectors = np.array([[2.0**60], [2.0**61], [-(2.0**61)]], np.float32)
+    queries = np.array([[2.0**64]], np.float32)
+    assert not overflowing(queries, make_items(vectors)).any()
+    assert_exact(queries, vectors, 3)
