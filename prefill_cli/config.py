@@ -227,14 +227,14 @@ def _convert(name: str, value: Any, where: str, base: Path | None = None) -> Any
         return value
     value = _scalar(kind, value, where)
     if kind is Path:
-        return (base or Path()) / value
+        return (base or Path()) / value.expanduser()
     if name == "model" and base and (base / value).is_dir():  # a folder beside the file, else a hub name
         return str(base / value)
     return value
 
 
 def _names(value: Any, where: str) -> tuple[str, ...]:
-    parts = value.split(",") if isinstance(value, str) else value
+    parts = value.split(",") if isinstance(value, str) and value.strip() else value or ()
     if not isinstance(parts, list | tuple) or not all(isinstance(p, str) and p.strip() for p in parts):
         raise UsageError(f"{where}: expected column names, not {value!r}")
     return tuple(p.strip() for p in parts)

@@ -75,3 +75,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if close:
         return f" (did you mean {close[0]!r}?)"
     return f" (there are: {', '.join(names[:12])}{', …' if len(names) > 12 else ''})" if names else ""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a library's error: for most the sentence, while the rest is hints and traces."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

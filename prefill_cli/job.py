@@ -11,6 +11,7 @@ from prefill_cli.data import manifest, results
 from prefill_cli.data.inputs import InputPlan, Shard, plan_inputs
 from prefill_cli.data.staging import Staging, output_folder
 from prefill_cli.encoding.loading import ModelFolder, choose_device, choose_dtype, open_model_folder
+from prefill_cli.errors import ItemsError
 from prefill_cli.scoring.filters import ItemIndex
 from prefill_cli.scoring.items import Items, check_provenance, load_items
 from prefill_cli.scoring.topk import Catalogue
@@ -58,7 +59,12 @@ def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
     form = results.plan_format(config, plan, items.ids.type)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    made_with = {"model_sha256": folder.weights_sha256, "pooling": folder.pooling, "dims": config.dims}
+    made_with = {
+        "model_sha256": folder.weights_sha256,
+        "pooling": folder.pooling,
+        "dims": config.dims,
+        "normalized": config.normalize,
+    }
     if "model_sha256" not in items.provenance:
         made_with |= {"model": config.model, "revision": config.revision}
     check_provenance(items, config, made_with)
@@ -89,6 +95,8 @@ def _allowed_items(config: RunConfig, items: Items) -> tuple[npt.NDArray[np.bool
     index, allowed, unknown = ItemIndex(items.ids), np.ones(len(items), bool), 0
     if config.allow:
         rows, missing = index.rows_in_file(config.allow, config.item_id_column)
+        if not len(rows):
+            raise ItemsError(f"--allow {config.allow}: no id in it is one of the catalogue's, so nobody would get anything")
         allowed[:] = False
         allowed[rows] = True
         unknown += missing

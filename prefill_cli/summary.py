@@ -2,6 +2,7 @@
 
 import resource
 import sys
+from collections import Counter
 from typing import Any
 
 from prefill_cli.data import manifest
@@ -28,6 +29,7 @@ def totals_of(job: Job, receipts: list[Receipt], wall_sec: float) -> dict[str, A
         "encode_sec",
         "search_sec",
     )
+    reasons: Counter[str] = sum((Counter(receipt["reasons"]) for receipt in receipts), Counter())
     sums = {name: sum(receipt[name] for receipt in receipts) for name in summed}
     if sums["rows"] != job.plan.rows or sums["rows"] != sums["rows_out"] + sums["rejects"]:
         raise PrefillScoreError(
@@ -37,6 +39,8 @@ def totals_of(job: Job, receipts: list[Receipt], wall_sec: float) -> dict[str, A
         "status": "done",
         "output": str(job.staging.out),
         **sums,
+        "reject_reasons": dict(reasons.most_common()),
+        "cached_rows": 0,
         "unknown_ids": sums["unknown_ids"] + job.unknown_ids,
         "dropped_items": job.items.dropped,
         "shards": len(receipts),

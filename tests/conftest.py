@@ -116,7 +116,9 @@ def write_prompts(path: Path, prompts: list[str | None], **columns: object) -> P
     return path
 
 
-def write_items(path: Path, n: int = 50, dim: int = HIDDEN, *, ids: object = None, vectors: np.ndarray | None = None) -> Path:
+def write_items(
+    path: Path, n: int = 50, dim: int = HIDDEN, *, ids: object = None, vectors: np.ndarray | None = None
+) -> Path:
     """items.parquet with item_id "i0", "i1", … and random embeddings unless given."""
     if vectors is None:
         vectors = np.random.default_rng(3).standard_normal((n, dim), dtype=np.float32)
@@ -169,7 +171,7 @@ def command() -> Callable[..., subprocess.CompletedProcess[str]]:
     """`prefill-score ARGS` in a process of its own, stdout and stderr captured (so: no terminal)."""
 
     def call(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
-        given = {"capture_output": True, "text": True, "timeout": 100, "check": False}
-        return subprocess.run([sys.executable, "-m", "prefill_cli", *map(str, arguments)], **(given | options))
+        given = {"capture_output": True, "text": True, "timeout": 100} | options
+        return subprocess.run([sys.executable, "-m", "prefill_cli", *map(str, arguments)], check=False, **given)
 
     return call

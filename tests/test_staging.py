@@ -365,12 +365,12 @@ def test_the_current_folder_can_be_the_result(job, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        ("in", "inside the input"),
+        ("in", "is or holds the input"),
         ("in/out", "inside the input"),
-        (".", "inside the input"),
+        (".", "is or holds the input"),
         ("in/prompts.parquet", "inside the input"),
         ("items.parquet", "is or holds --items"),
-        ("catalogue/out", "inside the item folder"),
+        ("catalogue/out", "lies inside --items"),
         ("catalogue", "is or holds --items"),
     ],
 )
@@ -612,3 +612,8 @@ def test_what_is_not_an_object_in_json_reads_as_nothing(tmp_path, content):
     if content is not None:
         (tmp_path / "x.json").write_bytes(content)
     assert read_json(tmp_path / "x.json") is None
+
+
+def test_an_output_that_an_input_glob_would_match_tomorrow_is_refused(job, tmp_path):
+    with pytest.raises(UsageError, match="would be read again"):
+        job.run(output=tmp_path / "in" / "out", inputs=(str(tmp_path / "in" / "*"),))

@@ -22,7 +22,7 @@ def writing(path: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             with contextlib.suppress(OSError):
                 message += f" ({shutil.disk_usage(path.parent).free:,} bytes are free)"
-            message += "; what is done is kept, free some space and give the same command again"
+            message += "; free some space and give the same command again, which goes on with the shards that are done"
         raise OutputError(message) from None
 
 

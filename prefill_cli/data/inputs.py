@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from prefill_cli.arrow import is_binary, is_list, is_text, plain_type
 from prefill_cli.config import RunConfig
-from prefill_cli.errors import InputError, UsageError, nearest
+from prefill_cli.errors import InputError, UsageError, first_line, nearest
 
 log = logging.getLogger(__name__)
 PARQUET_SUFFIXES = (".parquet", ".parq", ".pq")
@@ -223,11 +223,6 @@ def read_footer(path: str) -> InputFile:
         raise InputError(f"{path}: not readable as Parquet: {first_line(error)}") from None
     groups = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
     return InputFile(path, groups, schema, stat.st_size, stat.st_mtime_ns, digest)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, which for Arrow is the sentence and for the rest hints."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def hive_columns(path: str) -> dict[str, str]:

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 
 from prefill_cli.arrow import invalid_text, is_text, to_working, working_type
 from prefill_cli.config import RunConfig
-from prefill_cli.data.inputs import InputFile, InputPlan, Shard, first_line, hive_columns
+from prefill_cli.data.inputs import InputFile, InputPlan, Shard, hive_columns
 from prefill_cli.data.rejects import Reject
-from prefill_cli.errors import InputError
+from prefill_cli.errors import InputError, first_line
 
 BATCH_ROWS = 2_048
 BATCH_BYTES = 64 << 20  # decoded bytes of a record batch that reading aims below

@@ -15,6 +15,7 @@ import ctypes
 import ctypes.util
 import errno
 import fcntl
+import fnmatch
 import glob
 import json
 import os
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from prefill_cli.config import RunConfig
+from prefill_cli.config import RunConfig, option
 from prefill_cli.data.disk import read_json, sync_folder, write_json, writing
 from prefill_cli.data.inputs import Shard, local_path
 from prefill_cli.data.manifest import MANIFEST, SUCCESS, Fingerprint, differences, is_finished, read_manifest
@@ -50,15 +51,16 @@ def output_folder(config: RunConfig) -> Path:
     else:
         out = Path(f"{Path(first).resolve().stem}.topk")
     place = out.resolve()
-    for text in config.inputs:
-        path = Path(local_path(text)).resolve()
-        if place == path or (path.is_dir() and path in place.parents) or place in path.parents:
-            raise UsageError(f"--output {out} is, holds or lies inside the input {text}; results go elsewhere")
-    for name, file in (("--items", config.items), ("--item-ids", config.item_ids), ("--model", Path(config.model))):
-        if file is not None and (place == file.resolve() or place in file.resolve().parents):
-            raise UsageError(f"--output {out} is or holds {name} {file}")
-    if config.items is not None and config.items.resolve() in place.parents:
-        raise UsageError(f"--output {out} lies inside the item folder {config.items}; results go elsewhere")
+    named = [("the input", local_path(text)) for text in config.inputs]
+    options = ("items", "item_ids", "model", "allow", "deny")
+    named += [(option(name), str(value)) for name in options if (value := getattr(config, name))]
+    for what, text in named:
+        path = Path(text).resolve()
+        if path.exists() and (place == path or place in path.parents):
+            raise UsageError(f"--output {out} is or holds {what} {text}; results go elsewhere")
+        matches = glob.has_magic(text) and fnmatch.fnmatch(str(place), os.path.abspath(text))
+        if what in ("the input", "--items") and (matches or (path.is_dir() and path in place.parents)):
+            raise UsageError(f"--output {out} lies inside {what} {text}, which would be read again; results go elsewhere")
     # The folder itself is exchanged, not a link to it, and what lies beside it needs its own name.
     return place if out.is_symlink() or out.name in ("", "..") else out
 

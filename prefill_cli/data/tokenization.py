@@ -18,9 +18,8 @@ import pyarrow.compute as pc
 
 from prefill_cli.arrow import invalid_text
 from prefill_cli.config import RunConfig
-from prefill_cli.data.inputs import first_line
 from prefill_cli.data.rejects import Reject
-from prefill_cli.errors import ModelError, UsageError
+from prefill_cli.errors import ModelError, UsageError, first_line
 
 Ids = npt.NDArray[np.int32]
 TOKENIZER_ROWS = 1_024

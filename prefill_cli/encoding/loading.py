@@ -10,7 +10,7 @@ from typing import Any
 
 from prefill_cli.config import RunConfig
 from prefill_cli.encoding.pooling import read_json, stored_pooling
-from prefill_cli.errors import ModelError, UsageError
+from prefill_cli.errors import ModelError, UsageError, first_line
 
 log = logging.getLogger(__name__)
 # Tensors of a checkpoint that the forward pass has no use for: the vocabulary head, under the names that families give it.
@@ -50,7 +50,7 @@ def open_model_folder(config: RunConfig) -> ModelFolder:
     try:
         settings = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # a broken config.json surfaces as any kind
-        raise ModelError(f"{path}: config.json is not a model that this Transformers knows: {_first_line(error)}") from None
+        raise ModelError(f"{path}: config.json is not a model that this Transformers knows: {first_line(error)}") from None
     text = settings.get_text_config()
     widths = [getattr(text, name, None) for name in ("hidden_size", "vocab_size")]
     if not all(isinstance(width, int) for width in widths) or getattr(settings, "is_encoder_decoder", False):
@@ -95,7 +95,7 @@ def _find_folder(config: RunConfig) -> Path:
         why = "--offline forbids to ask the hub" if config.offline else "the hub cannot be asked (offline, or no connection)"
         raise ModelError(f"--model {config.model}: no such folder, not in the local cache, and {why}") from None
     except Exception as error:  # network, permission, absence: the library has a class for each
-        raise ModelError(f"--model {config.model}: no such folder, and not from the hub: {_first_line(error)}") from None
+        raise ModelError(f"--model {config.model}: no such folder, and not from the hub: {first_line(error)}") from None
 
 
 def check_files(path: Path, trust_remote_code: bool) -> list[Path]:
@@ -195,8 +195,8 @@ def load_base_model(folder: ModelFolder, device: str, dtype: str, trust_remote_c
         model = model.to(device)
     except Exception as error:  # damaged safetensors, unknown class, ill-shaped tensors
         if is_out_of_memory(error):
-            raise ModelError(f"{folder.path}: the model does not fit the memory of {device}: {_first_line(error)}") from None
-        raise ModelError(f"{folder.path}: the model cannot be loaded: {_first_line(error)}") from None
+            raise ModelError(f"{folder.path}: the model does not fit the memory of {device}: {first_line(error)}") from None
+        raise ModelError(f"{folder.path}: the model cannot be loaded: {first_line(error)}") from None
     unexpected = [k for k in report["unexpected_keys"] if not k.startswith(UNUSED_HEADS)]
     ill_shaped = [str(k[0] if isinstance(k, tuple) else k) for k in report["mismatched_keys"]]
     for what, names in (
@@ -229,7 +229,3 @@ def _digest(files: Iterable[Path]) -> str:
         with file.open("rb") as stream:
             digest.update(f"{file.name}\0{hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
     return digest.hexdigest()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from prefill_cli.arrow import is_binary, is_list, is_text, working_type
 from prefill_cli.config import RunConfig
-from prefill_cli.errors import ItemsError, UsageError, nearest
+from prefill_cli.errors import ItemsError, UsageError, first_line, nearest
 
 PROVENANCE_KEY = "prefill-score"  # of the file's metadata; the value is a JSON object
 TENSOR = "embeddings"
@@ -87,7 +87,7 @@ def _read_parquet(config: RunConfig, parts: list[str]) -> RawItems:
                     raise ItemsError(f"{part}: no column {name!r}{nearest(name, file.schema_arrow.names)}")
             tables.append(file.read(columns=names))
         except (OSError, pa.ArrowException) as error:
-            raise ItemsError(f"{part}: not readable as Parquet: {_first_line(error)}") from None
+            raise ItemsError(f"{part}: not readable as Parquet: {first_line(error)}") from None
         for name, value in _provenance(part, (file.schema_arrow.metadata or {}).get(PROVENANCE_KEY.encode())).items():
             if value not in made_with.setdefault(name, []):
                 made_with[name].append(value)
@@ -183,7 +183,7 @@ def _read_matrix(config: RunConfig, path: str, suffix: str) -> RawItems:
     except ItemsError:
         raise
     except Exception as error:  # safetensors and NumPy have their own kinds for a damaged file
-        raise ItemsError(f"{path}: not readable as {suffix[1:]}: {_first_line(error)}") from None
+        raise ItemsError(f"{path}: not readable as {suffix[1:]}: {first_line(error)}") from None
     if not isinstance(vectors, np.ndarray):
         raise ItemsError(f"{path}: a zip of arrays (.npz), not one .npy array")
     if vectors.ndim != 2 or vectors.dtype.kind != "f":
@@ -229,7 +229,7 @@ def id_column(path: Path, name: str) -> pa.Array:
     except FileNotFoundError:
         raise ItemsError(f"{path}: no such file") from None
     except (OSError, pa.ArrowException) as error:
-        raise ItemsError(f"{path}: not readable as Parquet: {_first_line(error)}") from None
+        raise ItemsError(f"{path}: not readable as Parquet: {first_line(error)}") from None
     if name not in table.column_names:
         if table.num_columns != 1:
             raise ItemsError(f"{path}: no column {name!r}{nearest(name, table.column_names)}")
@@ -243,10 +243,6 @@ def _provenance(path: str, stored: bytes | str | None) -> dict[str, Any]:
     except ValueError:
         raise ItemsError(f"{path}: the metadata {PROVENANCE_KEY!r} is not JSON") from None
     return value if isinstance(value, dict) else {}
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _digest(paths: Iterable[str]) -> str:

@@ -97,7 +97,7 @@ def _prompts(path: Path, config: RunConfig, facts: dict[str, Any]) -> None:
         "columns": ", ".join(f"{f.name} {f.type}" for f in files[0].schema),
     }
     plan_inputs(replace(config, inputs=(str(path),)))
-    if config.text_column == config.prompt_column:
+    if not (config.messages_column or config.token_ids_column):
         text, user = pl.col(config.prompt_column).cast(pl.String), pl.col(config.id_column)
         characters = text.str.len_chars()
         try:

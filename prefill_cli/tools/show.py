@@ -8,9 +8,9 @@ from typing import Any
 
 import polars as pl
 
-from prefill_cli.data.inputs import find_files, first_line, natural
+from prefill_cli.data.inputs import find_files, natural
 from prefill_cli.data.manifest import read_manifest
-from prefill_cli.errors import InputError, ItemsError, OutputError, PrefillScoreError, nearest
+from prefill_cli.errors import InputError, ItemsError, OutputError, PrefillScoreError, first_line, nearest
 
 
 @dataclass(frozen=True)
