@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import re
 import signal
 import sys
 import traceback
@@ -29,10 +30,9 @@ class OneLineUsageErrors(TyperGroup):
         try:
             code = super().main(*args, **(options | {"standalone_mode": False}))
         except ClickError as error:
-            if message := error.format_message():  # empty where the help was printed instead
-                context = getattr(error, "ctx", None)
-                command = context.command_path if context else "prefill-score"
-                console.print_error(f"{message.rstrip('.')}; see {command} --help")
+            context = getattr(error, "ctx", None)
+            command = context.command_path if context else "prefill-score"
+            console.print_error(f"{error.format_message().rstrip('.')}; see {command} --help")
             code = error.exit_code
         sys.exit(code or 0)
 
@@ -45,7 +45,9 @@ class SectionedHelp(TyperCommand):
         for param in self.get_params(ctx):
             kind = "Arguments" if param.param_type_name == "argument" else "Options"
             if record := param.get_help_record(ctx):
-                sections.setdefault(getattr(param, "rich_help_panel", None) or kind, []).append(record)
+                # A default that is told in words comes in parentheses of its own.
+                text = re.sub(r"\[default: \((.*)\)\]", r"[default: \1]", record[1])
+                sections.setdefault(getattr(param, "rich_help_panel", None) or kind, []).append((record[0], text))
         for title in sorted(sections, key=lambda title: title == "Options"):  # what concerns the command itself comes last
             with formatter.section(title):
                 formatter.write_dl(sections[title])
@@ -55,7 +57,7 @@ app = typer.Typer(
     cls=OneLineUsageErrors,
     rich_markup_mode=None,
     help="User prompts in Parquet → one prefill pass of a causal LM → the exact top-k items in Parquet.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -286,9 +288,12 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        console.say(context.get_help())
+        raise typer.Exit(2)
 
 
 @contextlib.contextmanager
