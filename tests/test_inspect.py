@@ -282,8 +282,17 @@ def part_gone(out: Path) -> None:
     (out / "part-00001.parquet").unlink()
 
 
-def part_damaged(out: Path) -> None:
+def part_cut(out: Path) -> None:
     (out / "part-00001.parquet").write_bytes(b"garbage")
+
+
+def part_damaged(out: Path) -> None:
+    path = out / "part-00001.parquet"
+    path.write_bytes(b"\0" * path.stat().st_size)
+
+
+def part_added(out: Path) -> None:
+    shutil.copy(out / "part-00001.parquet", out / "part-00009.parquet")
 
 
 def rejects_gone(out: Path) -> None:
@@ -294,9 +303,11 @@ def rejects_gone(out: Path) -> None:
     ("harm", "message"),
     [
         (not_finished, "no _SUCCESS in it"),
-        (part_gone, "were written"),
+        (part_gone, "part-00001.parquet is missing"),
+        (part_cut, "part-00001.parquet has 7 bytes, but"),
         (part_damaged, "a part cannot be read"),
-        (rejects_gone, "25 rows and 0 rejects are there, but 25 and 1 were written"),
+        (part_added, "35 rows and 1 rejects are there, but 25 and 1 were written"),
+        (rejects_gone, "_rejects/part-00002.parquet is missing"),
     ],
 )
 def test_a_broken_result_has_the_exit_code_of_outputs(job, tmp_path, harm, message):

@@ -617,3 +617,16 @@ def test_what_is_not_an_object_in_json_reads_as_nothing(tmp_path, content):
 def test_an_output_that_an_input_glob_would_match_tomorrow_is_refused(job, tmp_path):
     with pytest.raises(UsageError, match="would be read again"):
         job.run(output=tmp_path / "in" / "out", inputs=(str(tmp_path / "in" / "*"),))
+
+
+@pytest.mark.parametrize("harm", ["missing", "cut", "no success"])
+def test_a_result_that_lost_something_is_made_whole_by_the_same_command(job, harm):
+    job.run(shard_rows=10)
+    part = job.out / "part-00001.parquet"
+    before = {p.name: p.read_bytes() for p in job.out.glob("*.parquet")}
+    if harm == "cut":
+        part.write_bytes(part.read_bytes()[:-1])
+    else:
+        (part if harm == "missing" else job.out / SUCCESS).unlink()
+    assert job.run(shard_rows=10)["status"] == "done"
+    assert {p.name: p.read_bytes() for p in job.out.glob("*.parquet")} == before

@@ -56,8 +56,24 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return manifest if whole and manifest.get("made_by") == "prefill-score" else None
 
 
+def damage(folder: Path, manifest: dict[str, Any]) -> str:
+    """What a published folder lacks of what its manifest says, '' where it is whole."""
+    if not (folder / SUCCESS).exists():
+        return f"there is no {SUCCESS} in it"
+    for name, size in manifest.get("parts", {}).items():
+        try:
+            found = (folder / name).stat().st_size
+        except OSError:
+            return f"{name} is missing"
+        if found != size:
+            return f"{name} has {found} bytes, but {size} were written"
+    return ""
+
+
 def is_finished(folder: Path) -> bool:
-    return (folder / SUCCESS).exists() and read_manifest(folder) is not None
+    """Whether a folder is a whole result of ours."""
+    manifest = read_manifest(folder)
+    return manifest is not None and not damage(folder, manifest)
 
 
 def describe_inputs(plan: InputPlan) -> dict[str, Any]:

@@ -208,7 +208,8 @@ class Staging:
         Raises:
             OutputError: the exchange failed; what is done is kept.
         """
-        write_json(self.result / MANIFEST, manifest)
+        parts = {p.relative_to(self.result).as_posix(): p.stat().st_size for p in sorted(self.result.rglob("*.parquet"))}
+        write_json(self.result / MANIFEST, manifest | {"parts": parts})
         with writing(self.out):
             (self.result / SUCCESS).touch()
             sync_folder(self.result)

@@ -125,8 +125,8 @@ def _result(path: Path, config: RunConfig, facts: dict[str, Any]) -> None:
         "top_k": stored["options"]["top_k"],
         "layout": stored["options"]["layout"],
     }
-    if not manifest.is_finished(path):
-        raise OutputError(f"{path}: no _SUCCESS in it, so it was changed after it was published")
+    if damage := manifest.damage(path, stored):
+        raise OutputError(f"{path}: {damage}, so it was changed after it was published; the command that made it mends it")
     parts = sorted(path.glob("part-*.parquet"))
     try:
         rows = sum(pq.read_metadata(p).num_rows for p in parts)
