@@ -10,6 +10,7 @@ from prefill_cli.config import RunConfig
 from prefill_cli.data import manifest, results
 from prefill_cli.data.inputs import InputPlan, Shard, plan_inputs
 from prefill_cli.data.staging import Staging, output_folder
+from prefill_cli.data.tokenization import PromptTokenizer, load_tokenizer
 from prefill_cli.encoding.loading import ModelFolder, choose_device, choose_dtype, open_model_folder
 from prefill_cli.errors import ItemsError
 from prefill_cli.scoring.filters import ItemIndex
@@ -28,6 +29,7 @@ class Job:
     plan: InputPlan
     folder: ModelFolder
     items: Items
+    tokenize: PromptTokenizer
     allowed: npt.NDArray[np.bool_] | None  # [N] items that anybody may get; None: all
     unknown_ids: int  # in --allow and --deny
     form: results.Format
@@ -56,6 +58,7 @@ def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
     plan = plan_inputs(config)
     folder = open_model_folder(config)
     items = load_items(config, folder.hidden_size)
+    tokenize = PromptTokenizer(load_tokenizer(str(folder.path), config), config, folder.positions, folder.vocabulary)
     form = results.plan_format(config, plan, items.ids.type)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
@@ -74,6 +77,7 @@ def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
         plan=plan,
         folder=folder,
         items=items,
+        tokenize=tokenize,
         allowed=allowed,
         unknown_ids=unknown,
         form=form,
@@ -82,8 +86,16 @@ def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
         max_batch_tokens=config.max_batch_tokens or AUTO_BATCH_TOKENS[device.partition(":")[0]],
         staging=Staging(out),
     )
+    files = "1 file" if len(plan.files) == 1 else f"{len(plan.files):,} files"
     log.info(
-        "%d rows in %d files, %d items, %s in %s on %s", plan.rows, len(plan.files), len(items), config.model, dtype, device
+        "%s rows in %s, %s items, %s in %s on %s, at most %s tokens a prompt",
+        f"{plan.rows:,}",
+        files,
+        f"{len(items):,}",
+        config.model,
+        dtype,
+        device,
+        tokenize.limit or "any number of",
     )
     return job, _fingerprint(job) | digests
 

@@ -22,7 +22,6 @@ from prefill_cli.data.prompts import ShardReader
 from prefill_cli.data.rejects import Reject
 from prefill_cli.data.rows import ShardRows, read_rows
 from prefill_cli.data.staging import Receipt, locked
-from prefill_cli.data.tokenization import PromptTokenizer, load_tokenizer
 from prefill_cli.encoding.encoder import Encoder
 from prefill_cli.encoding.loading import load_base_model
 from prefill_cli.errors import TooManyRejectsError
@@ -87,18 +86,15 @@ class Worker:
     """A loaded model, a reader and an index: scores shards, one at a time."""
 
     def __init__(self, job: Job) -> None:
-        config, folder = job.config, job.folder
         self._job = job
-        self._reader = ShardReader(job.plan, config)
-        tokenizer = load_tokenizer(str(folder.path), config)
-        self._tokenize = PromptTokenizer(tokenizer, config, folder.positions, folder.vocabulary)
+        self._reader = ShardReader(job.plan, job.config)
         self._encoder = _load_encoder(job)
         self._index = ItemIndex(job.items.ids)
 
     def score(self, shard: Shard, progress: Progress) -> Receipt:
         """Write the part and the rejects of a shard; returns what its receipt says."""
         job, staging = self._job, self._job.staging
-        rows = read_rows(self._reader, self._tokenize, job.plan, job.config.id_column, shard)
+        rows = read_rows(self._reader, job.tokenize, job.plan, job.config.id_column, shard)
         encode_began = time.perf_counter()
         encoded = self._encoder.encode(rows.input_ids, progress.advance)
         encode_sec = time.perf_counter() - encode_began

@@ -70,6 +70,11 @@ def manifest_of(job: Job, fingerprint: manifest.Fingerprint, totals: dict[str, A
             "weights_sha256": folder.weights_sha256,
             "max_batch_tokens": job.max_batch_tokens,
         },
+        "tokens": {
+            "max_length": job.tokenize.limit,
+            "before": job.tokenize.specials[0],
+            "after": job.tokenize.specials[1],
+        },
         "items": {"path": str(job.config.items), "items": len(items), "width": items.width, "sha256": items.sha256},
         "environment": manifest.environment(),
         "totals": totals,

@@ -4,6 +4,7 @@ Rows that cannot be scored whatever the model says (null id, bytes that are not 
 wrong with a prompt is judged where it is tokenised.
 """
 
+import bisect
 import itertools
 import os
 from collections.abc import Iterator
@@ -49,6 +50,7 @@ class ShardReader:
     def __init__(self, plan: InputPlan, config: RunConfig) -> None:
         self._plan = plan
         self._config = config
+        self._starts = list(itertools.accumulate((f.rows for f in plan.files), initial=0))[:-1]
         self._cursor: _Cursor | None = None
 
     def read(self, shard: Shard) -> Iterator[Piece]:
@@ -67,11 +69,8 @@ class ShardReader:
             yield self._piece(batch, file, offset)
 
     def _locate(self, row: int) -> tuple[InputFile, int]:
-        for file in self._plan.files:
-            if row < file.rows:
-                return file, row
-            row -= file.rows
-        raise IndexError(row)
+        number = bisect.bisect_right(self._starts, row) - 1  # of the files that start there the last, which has rows
+        return self._plan.files[number], row - self._starts[number]
 
     def _piece(self, batch: pa.RecordBatch, file: InputFile, first_row: int) -> Piece:
         config, plan = self._config, self._plan

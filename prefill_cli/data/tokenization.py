@@ -77,7 +77,7 @@ class PromptTokenizer:
         self._controls = sorted(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
         self._control_pattern = re.compile("|".join(map(re.escape, self._controls))) if self._controls else None
         not_text = config.messages_column or config.token_ids_column
-        self._before, self._after = ([], []) if not_text else self._specials()
+        self._before, self._after = ([], []) if not_text else self._probe_specials()
         self.limit = self._length_limit(positions)
         if config.append_eos and self._eos is None:
             raise ModelError("--append-eos: the tokenizer defines no EOS token")
@@ -89,6 +89,11 @@ class PromptTokenizer:
         if self._config.token_ids_column:
             return self._ready_made(column)
         return self._chat(column) if self._config.messages_column else self._text(column)
+
+    @property
+    def specials(self) -> tuple[list[int], list[int]]:
+        """Ids that stand before and after every text. A chat template writes its own."""
+        return self._before, self._after
 
     def describe(self, text: str) -> list[tuple[int, str]]:
         """(id, token) pairs of a text, special tokens included."""
@@ -198,7 +203,7 @@ class PromptTokenizer:
     def _spells_control_token(self, text: str) -> bool:
         return bool(self._control_pattern and self._control_pattern.search(text))
 
-    def _specials(self) -> tuple[list[int], list[int]]:
+    def _probe_specials(self) -> tuple[list[int], list[int]]:
         """What the tokenizer's own post-processor puts before and after a single text."""
         text = "a"
         if not self._knows(text):  # without a token there would be no telling before from after
