@@ -33,16 +33,16 @@ def bench(config: RunConfig, rows: int, repeat: int) -> dict[str, Any]:
     Returns one object: what was measured on, and for each way `sec`, `tokens_per_sec` and `padding` (cells per token).
     """
     began = time.perf_counter()
-    folder, plan = open_model_folder(config), plan_inputs(replace(config, exclude_column=None, keep_columns=()))
+    config = replace(config, exclude_column=None, candidates_column=None, keep_columns=())  # read what encoding needs
+    folder, plan = open_model_folder(config), plan_inputs(config)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     tokenize = PromptTokenizer(load_tokenizer(str(folder.path), config), config, folder.positions, folder.vocabulary)
     model = load_base_model(folder, device, dtype, config.trust_remote_code)
     start_sec = time.perf_counter() - began
 
-    reader_config = replace(config, exclude_column=None, candidates_column=None, keep_columns=())
     shard = plan.shards(rows)[0]
-    prompts = read_rows(ShardReader(plan, reader_config), tokenize, plan, config.id_column, shard).input_ids
+    prompts = read_rows(ShardReader(plan, config), tokenize, plan, config.id_column, shard).input_ids
     if not prompts:
         raise InputError("there is no prompt to measure with: every row of the first shard is rejected")
     tokens = sum(map(len, prompts))
@@ -72,7 +72,7 @@ def bench(config: RunConfig, rows: int, repeat: int) -> dict[str, Any]:
         "start_sec": round(start_sec, 3),
         "ways": {
             name: {
-                "sec": round(seconds[name], 4),
+                "sec": round(seconds[name], 6),
                 "tokens_per_sec": round(tokens / seconds[name]),
                 "padding": round(cells[name] / tokens, 3),
             }
