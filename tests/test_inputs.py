@@ -10,7 +10,7 @@ import pytest
 
 from prefill_cli.config import RunConfig
 from prefill_cli.data import manifest
-from prefill_cli.data.inputs import InputFile, InputPlan, Shard, find_files, plan_inputs
+from prefill_cli.data.inputs import InputFile, InputPlan, Shard, find_files, plan_inputs, read_footer
 from prefill_cli.errors import InputError, UsageError
 
 
@@ -405,3 +405,9 @@ def test_the_identity_of_a_file_changes_with_its_content(tmp_path):
     os.utime(name, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert os.path.getsize(name) == stat.st_size
     assert manifest.input_fingerprint(plan(name)) != manifest.input_fingerprint(before)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.parquet")
+    with pytest.raises(InputError, match="not a regular file"):
+        read_footer(str(tmp_path / "pipe.parquet"))

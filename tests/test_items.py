@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 
 import numpy as np
 import pyarrow as pa
@@ -633,3 +634,10 @@ def test_a_run_with_another_model_warns_or_refuses(job, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         job.run(items=tmp_path / "other.parquet")
     assert "was made with another model (another, now" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["pipe.parquet", "pipe.npy", "pipe.safetensors"])
+def test_a_pipe_is_refused_and_not_waited_for(job, tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ItemsError, match="not a regular file"):
+        job.run(items=tmp_path / name)

@@ -207,6 +207,8 @@ def read_footer(path: str) -> InputFile:
         InputError: it cannot be opened, or is not Parquet.
     """
     try:
+        if os.path.exists(path) and not os.path.isfile(path):  # a pipe would make us wait for a writer
+            raise InputError(f"{path}: not a regular file")
         with open(path, "rb") as file:
             stat = os.fstat(file.fileno())
             if stat.st_size == 0:

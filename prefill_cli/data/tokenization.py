@@ -74,8 +74,8 @@ class PromptTokenizer:
         self._backend.no_padding()  # a tokenizer.json may carry both, and they would act before our own rules
         self._backend.no_truncation()
         self._eos: int | None = tokenizer.eos_token_id
-        self._controls = sorted(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
-        self._control_pattern = re.compile("|".join(map(re.escape, self._controls))) if self._controls else None
+        controls = sorted((t.content for t in tokenizer.added_tokens_decoder.values() if t.special), key=len, reverse=True)
+        self._control_pattern = re.compile("|".join(map(re.escape, controls))) if controls else None  # the longest wins
         not_text = config.messages_column or config.token_ids_column
         self._before, self._after = ([], []) if not_text else self._probe_specials()
         self.limit = self._length_limit(positions)

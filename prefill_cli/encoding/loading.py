@@ -14,7 +14,7 @@ from prefill_cli.errors import ModelError, UsageError, first_line
 
 log = logging.getLogger(__name__)
 # Tensors of a checkpoint that the forward pass has no use for: the vocabulary head, under the names that families give it.
-UNUSED_HEADS = ("lm_head.", "embed_out.", "output_layer.")
+UNUSED_HEADS = ("lm_head.", "embed_out.", "output_layer.", "head.")
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 # What shapes the answer beside the weights: configuration, vocabulary, template, pooling, code (under --trust-remote-code).
 SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "*_Pooling/config.json")
@@ -52,6 +52,7 @@ def open_model_folder(config: RunConfig) -> ModelFolder:
     except Exception as error:  # a broken config.json surfaces as any kind
         raise ModelError(f"{path}: config.json is not a model that this Transformers knows: {first_line(error)}") from None
     text = settings.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
     widths = [getattr(text, name, None) for name in ("hidden_size", "vocab_size")]
     if not all(isinstance(width, int) for width in widths) or getattr(settings, "is_encoder_decoder", False):
         raise ModelError(f"{path}: config.json is a {settings.model_type} model, not a causal language model")
@@ -63,7 +64,7 @@ def open_model_folder(config: RunConfig) -> ModelFolder:
         settings,
         text.hidden_size,
         text.vocab_size,
-        getattr(text, "max_position_embeddings", None),
+        positions if isinstance(positions, int) and positions > 0 else None,  # XLNet says -1 for "no limit"
         pooling,
         _digest(weights),
         _digest(others),

@@ -43,6 +43,8 @@ def read(config: RunConfig) -> RawItems:
     assert config.items is not None
     path = str(config.items)
     suffix = Path(path).suffix.lower()
+    if Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir()):  # a pipe would make us wait for a writer
+        raise ItemsError(f"{path}: not a regular file")
     if suffix in PICKLES:
         raise ItemsError(
             f"{path}: pickled files can run code when they are read and are refused; save the matrix as .safetensors "
