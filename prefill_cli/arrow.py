@@ -59,13 +59,23 @@ def to_working(array: pa.Array) -> pa.Array:
 
 
 def invalid_text(array: pa.Array) -> list[int]:
-    """Positions of cells of a text array whose bytes are not UTF-8."""
+    """Positions of cells of a text array, or of lists and structs that hold text, whose bytes are not UTF-8."""
     try:
         array.validate(full=True)
     except pa.ArrowInvalid:
+        if not is_text(array.type):
+            return [i for i in range(len(array)) if not _is_valid(array.take(pa.array([i])))]
         cells = array.cast(pa.large_binary())
         return [i for i, cell in enumerate(cells) if cell.is_valid and not _is_utf8(cell.as_py())]
     return []
+
+
+def _is_valid(array: pa.Array) -> bool:
+    try:
+        array.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
 
 
 def _is_utf8(raw: bytes) -> bool:

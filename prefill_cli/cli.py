@@ -73,7 +73,9 @@ def opt(name: str, text: str, panel: str, *flags: str, metavar: str | None = Non
     """An option of `run`. Its default is None here: what applies is decided in config.resolve, and shown from there."""
     default = SHOWN_DEFAULTS.get(name, DEFAULTS[name])
     shown = False if default in (None, False, True, "", (), RunConfig) else str(default)
-    return typer.Option(*flags or (option(name),), help=text, rich_help_panel=panel, metavar=metavar, show_default=shown)
+    return typer.Option(
+        *flags or (option(name),), help=text, rich_help_panel=panel, metavar=metavar, show_default=shown, readable=False
+    )  # what is wrong with a path is told by whoever opens it
 
 
 def switch(name: str, text: str, panel: str) -> Any:
@@ -207,11 +209,13 @@ def run(
 
 @app.command(cls=SectionedHelp, short_help="See users' lists with titles.")
 def show(
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The result folder of a run.")],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", readable=False, help="The result folder of a run.")],
     user: Annotated[list[str] | None, typer.Option("--user", "-u", help="Show this user; can be given often.")] = None,
     users: Annotated[int, typer.Option("--users", "-n", min=1, help="Without --user: how many from the beginning.")] = 3,
     top: Annotated[int, typer.Option("--top", "-t", min=1, help="Items shown of each list.")] = 10,
-    items: Annotated[File, typer.Option("--items", "-i", help="Item file with titles.", show_default="the run's")] = None,
+    items: Annotated[
+        File, typer.Option("--items", "-i", readable=False, help="Item file with titles.", show_default="the run's")
+    ] = None,
     title_column: Annotated[Text, typer.Option("--title-column", help="Column with titles.", show_default="title")] = None,
     history_column: Annotated[
         Text,
@@ -234,7 +238,9 @@ def show(
 
 @app.command(cls=SectionedHelp, short_help="Say what a file or folder is, and what is wrong with it.")
 def inspect(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Models, item files, inputs, results.")],
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="PATH", readable=False, help="Models, item files, inputs, results.")
+    ],
     config: ConfigFile = None,
     json: Json = False,
 ) -> None:

@@ -101,9 +101,16 @@ class RunConfig:
             raise UsageError(f"--prefix is joined to prompt text; column {ready_made!r} is not text")
         if self.append_eos and self.token_ids_column:
             raise UsageError("--append-eos with --token-ids-column: ready-made token ids are used as they are")
+        self.allowed_rejects(0)
+        self._check_text()
+
+    def _check_text(self) -> None:
+        if "" in self.inputs:
+            raise UsageError("an input is empty text; name a file, a folder or a glob")
+        if re.search("[\ud800-\udfff]", self.prefix):  # how Python shows bytes that are not text
+            raise UsageError("--prefix is not UTF-8")
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
             raise UsageError(f"--device must be auto, cpu, cuda, cuda:N or mps, not {self.device!r}")
-        self.allowed_rejects(0)
 
     @property
     def text_column(self) -> str:
@@ -112,7 +119,7 @@ class RunConfig:
 
     def allowed_rejects(self, rows: int) -> int:
         """How many of `rows` input rows may be rejected before nothing is published."""
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)(%?)", self.max_rejects.strip())
+        match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)(%?)", self.max_rejects.strip())
         if not match or (not match[2] and "." in match[1]) or (match[2] and float(match[1]) > 100):
             raise UsageError(f"--max-rejects must be a number of rows or a share like 2%, not {self.max_rejects!r}")
         return int(rows * Fraction(match[1]) / 100) if match[2] else int(match[1])
@@ -177,8 +184,7 @@ def _find_table(config_file: Path | None) -> tuple[Path, dict[str, Any]]:
     candidates = (config_file,) if config_file else tuple(map(Path, CONFIG_NAMES))
     for path in candidates:
         try:
-            with path.open("rb") as file:
-                table = tomllib.load(file)
+            table = tomllib.loads(path.read_text("utf-8-sig"))  # editors on Windows write a byte-order mark
         except FileNotFoundError:
             if config_file:
                 raise UsageError(f"--config {path}: no such file") from None
@@ -244,10 +250,12 @@ def _scalar(kind: type, value: Any, where: str) -> Any:
     """Text from a variable or the command line becomes a number or a yes/no; a TOML value has to be one already."""
     if isinstance(value, str) and kind is bool:
         value = WORDS.get(value.strip().lower(), value)
-    elif isinstance(value, str) and kind is int and re.fullmatch(r"\s*[+-]?\d+\s*", value):
+    elif isinstance(value, str) and kind is int and re.fullmatch(r"\s*[+-]?\d{1,18}\s*", value):
         value = int(value)
     elif isinstance(value, str | Path) and kind is Path and str(value):
         value = Path(value)
+    if isinstance(value, str | Path) and "\0" in str(value):
+        raise UsageError(f"{where}: holds a null byte")
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         expected = {int: "a whole number", bool: "true or false", Path: "a path", str: "text"}[kind]
         raise UsageError(f"{where}: expected {expected}, not {value!r}")

@@ -13,9 +13,10 @@ Interrupted          128+n   signal n ended the run; a KeyboardInterrupt, so tha
 A message is one sentence or two that say what is wrong, where, and what to do. It never holds a prompt's text.
 """
 
+import contextlib
 import difflib
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class PrefillScoreError(Exception):
@@ -75,6 +76,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if close:
         return f" (did you mean {close[0]!r}?)"
     return f" (there are: {', '.join(names[:12])}{', …' if len(names) > 12 else ''})" if names else ""
+
+
+@contextlib.contextmanager
+def os_errors_as(kind: type[PrefillScoreError], what: str) -> Iterator[None]:
+    """What the system refuses inside the block (permissions, names too long) as an error of the kind that must act."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what} {error.filename or ''}: {error.strerror or error}") from None
 
 
 def first_line(error: BaseException) -> str:

@@ -5,14 +5,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
+from prefill_cli.arrow import working_type
 from prefill_cli.config import RunConfig
 from prefill_cli.data import manifest, results
 from prefill_cli.data.inputs import InputPlan, Shard, plan_inputs
 from prefill_cli.data.staging import Staging, output_folder
 from prefill_cli.data.tokenization import PromptTokenizer, load_tokenizer
 from prefill_cli.encoding.loading import ModelFolder, choose_device, choose_dtype, open_model_folder
-from prefill_cli.errors import ItemsError
+from prefill_cli.errors import InputError, ItemsError, ModelError, OutputError, os_errors_as
 from prefill_cli.scoring.filters import ItemIndex
 from prefill_cli.scoring.items import Items, check_provenance, load_items
 from prefill_cli.scoring.topk import Catalogue
@@ -54,10 +56,16 @@ class Job:
 
 def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
     """Find and check everything that can be wrong, cheapest first, before any weight is read."""
-    out = output_folder(config)
-    plan = plan_inputs(config)
-    folder = open_model_folder(config)
-    items = load_items(config, folder.hidden_size)
+    with os_errors_as(OutputError, "--output"):
+        out = output_folder(config)
+    with os_errors_as(InputError, "input"):
+        plan = plan_inputs(config)
+    with os_errors_as(ModelError, "--model"):
+        folder = open_model_folder(config)
+    with os_errors_as(ItemsError, "--items"):
+        items = load_items(config, folder.hidden_size)
+        allowed, unknown, digests = _allowed_items(config, items)
+    _check_filter_types(config, plan, items)
     tokenize = PromptTokenizer(load_tokenizer(str(folder.path), config), config, folder.positions, folder.vocabulary)
     form = results.plan_format(config, plan, items.ids.type)
     device = choose_device(config.device)
@@ -71,7 +79,6 @@ def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
     if "model_sha256" not in items.provenance:
         made_with |= {"model": config.model, "revision": config.revision}
     check_provenance(items, config, made_with)
-    allowed, unknown, digests = _allowed_items(config, items)
     job = Job(
         config=config,
         plan=plan,
@@ -100,6 +107,13 @@ def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
     return job, _fingerprint(job) | digests
 
 
+def _check_filter_types(config: RunConfig, plan: InputPlan, items: Items) -> None:
+    """That ids in the exclude and candidates columns can be those of items at all."""
+    for what, name in (("exclude", config.exclude_column), ("candidates", config.candidates_column)):
+        if name and not pa.types.is_null(kind := working_type(plan.columns.field(name).type)):
+            ItemIndex(items.ids).rows_of(pa.array([], kind.value_type), InputError, f"the {what} column {name!r}")
+
+
 def _allowed_items(config: RunConfig, items: Items) -> tuple[npt.NDArray[np.bool_] | None, int, dict[str, str]]:
     """--allow and --deny as one mask, their unknown ids, and digests of which items they named."""
     if not (config.allow or config.deny):
@@ -114,6 +128,8 @@ def _allowed_items(config: RunConfig, items: Items) -> tuple[npt.NDArray[np.bool
         unknown += missing
     if config.deny:
         rows, missing = index.rows_in_file(config.deny, config.item_id_column)
+        if not len(rows):
+            log.warning("--deny %s: no id in it is one of the catalogue's, so it denies nothing", config.deny)
         allowed[rows] = False
         unknown += missing
     return allowed, unknown, {"allow_and_deny_sha256": manifest.digest(allowed.tobytes())}

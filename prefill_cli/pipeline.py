@@ -24,7 +24,7 @@ from prefill_cli.data.rows import ShardRows, read_rows
 from prefill_cli.data.staging import Receipt, locked
 from prefill_cli.encoding.encoder import Encoder
 from prefill_cli.encoding.loading import load_base_model
-from prefill_cli.errors import TooManyRejectsError
+from prefill_cli.errors import ModelError, OutputError, TooManyRejectsError, os_errors_as
 from prefill_cli.job import Job, plan_job
 from prefill_cli.scoring.filters import Filters, ItemIndex
 from prefill_cli.scoring.topk import overflowing, search
@@ -57,7 +57,8 @@ def run(config: RunConfig, engine: Engine, progress: Progress) -> dict[str, Any]
     job, fingerprint = plan_job(config)
     staging = job.staging
     with locked(staging.out):
-        choices = staging.begin(fingerprint, {"max_batch_tokens": job.max_batch_tokens}, config.overwrite)
+        with os_errors_as(OutputError, "--output"):
+            choices = staging.begin(fingerprint, {"max_batch_tokens": job.max_batch_tokens}, config.overwrite)
         if choices is None:
             log.info("%s holds this very result already; nothing to do", staging.out)
             totals: dict[str, Any] = (manifest.read_manifest(staging.out) or {})["totals"]
@@ -99,11 +100,17 @@ class Worker:
         encoded = self._encoder.encode(rows.input_ids, progress.advance)
         encode_sec = time.perf_counter() - encode_began
         progress.advance(shard.rows - len(rows.input_ids), 0)
+        if len(encoded.vectors) and encoded.vectors.shape[1] != job.items.width:
+            raise ModelError(
+                f"{job.folder.path}: the model gives vectors of {encoded.vectors.shape[1]}, not of {job.folder.hidden_size} "
+                f"as its config.json says, and items are {job.items.width} wide"
+            )
         rows, vectors = _only_scorable(rows, encoded.vectors, job)
         filters = self._index.filters(rows.exclude, rows.candidates)
         found = _Lists(job, rows.columns, vectors, filters)
         entries = results.write_part(staging.part(shard), job.form, found)
         results.write_rejects(staging.rejects(shard), rows.rejects)
+        job.items.check_unchanged()
         return {
             "rows": shard.rows,
             "rows_out": len(rows.input_ids),

@@ -59,7 +59,7 @@ def test_in_a_cron_job_there_is_no_control_character_and_stdout_is_one_json_obje
     totals = json.loads(stdout)
     assert (totals["status"], totals["rows_out"], totals["output"]) == ("done", 30, output)
     assert is_finished(Path(output))
-    assert re.fullmatch(r"30 rows in 1 files, 50 items, .* in float32 on cpu\n", stderr.decode())
+    assert re.fullmatch(r"30 rows in 1 file, 50 items, .* in float32 on cpu, at most 64 tokens a prompt\n", stderr.decode())
 
 
 def test_with_stderr_closed_the_run_succeeds_and_stdout_holds_the_result_alone(line, job, command):
@@ -142,7 +142,7 @@ def test_quiet_leaves_warnings_and_the_result(line, job):
 
 def test_messages_are_told_on_stderr_alone(line):
     result = invoke(*line)
-    assert "30 rows in 1 files, 50 items" in result.stderr
+    assert "30 rows in 1 file, 50 items" in result.stderr
     assert len(result.stdout.splitlines()) == 1
 
 

@@ -273,7 +273,7 @@ def test_a_file_that_vanished_after_planning_is_an_input_error(tmp_path):
     path = write(tmp_path / "a.parquet", 5)
     reading = Reading(path)
     path.unlink()
-    with pytest.raises(InputError, match=r"a\.parquet: the file was readable when the run began"):
+    with pytest.raises(InputError, match=r"a\.parquet: the file was there when the run began"):
         reading.pieces()
 
 

@@ -59,14 +59,18 @@ class ShardReader:
         Raises:
             InputError: a file changed, vanished or cannot be decoded.
         """
-        done = 0
+        done, read = 0, set()
         while done < shard.rows:
             file, offset = self._locate(shard.start + done)
             if self._cursor is None or not self._cursor.stands_at(file, offset):
                 self._cursor = _Cursor(file, offset, [c for c in self._plan.columns.names if c in file.schema.names])
             batch = self._cursor.next_batch(shard.rows - done)
             done += batch.num_rows
+            read.add(file.path)
             yield self._piece(batch, file, offset)
+        for file in self._plan.files if read else ():
+            if file.path in read:  # written over in place, it would have given rows of two versions
+                _check_unchanged(file)
 
     def _locate(self, row: int) -> tuple[InputFile, int]:
         number = bisect.bisect_right(self._starts, row) - 1  # of the files that start there the last, which has rows
@@ -85,7 +89,7 @@ class ShardReader:
         ids = columns[config.id_column]
         rejects: dict[int, Reject] = {}
         for name in reversed((config.id_column, *config.keep_columns)):  # the id's own fault is the one told
-            if is_text(columns[name].type):
+            if is_text(columns[name].type) or pa.types.is_nested(columns[name].type):
                 rejects |= {i: Reject("bad_text", f"column {name} is not UTF-8") for i in invalid_text(columns[name])}
         rejects |= {i: Reject("null_id", "") for i, null in enumerate(ids.is_null().to_pylist()) if null}
         return Piece(
@@ -94,8 +98,8 @@ class ShardReader:
             ids,
             columns[config.text_column],
             pa.RecordBatch.from_arrays([columns[f.name] for f in plan.kept], names=[f.name for f in plan.kept]),
-            columns.get(config.exclude_column or ""),
-            columns.get(config.candidates_column or ""),
+            columns[config.exclude_column] if config.exclude_column else None,
+            columns[config.candidates_column] if config.candidates_column else None,
             rejects,
         )
 
@@ -108,13 +112,11 @@ class _Cursor:
         self._next_row = offset
         self._rest: pa.RecordBatch | None = None
         try:
-            stat = os.stat(file.path)
-            if (stat.st_size, stat.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
-                raise InputError(f"{file.path}: the file changed while the run was reading it; start the run again")
+            _check_unchanged(file)
             # No pre-buffering: a column chunk is read through a small buffer, however large its row group is.
             parquet = pq.ParquetFile(file.path, buffer_size=READ_BUFFER_BYTES, pre_buffer=False)
         except (OSError, pa.ArrowException) as error:
-            raise InputError(f"{file.path}: the file was readable when the run began: {first_line(error)}") from None
+            raise InputError(f"{file.path}: the file was there when the run began: {first_line(error)}") from None
         group, skip = 0, offset
         while skip and skip >= file.group_rows[group]:
             skip -= file.group_rows[group]
@@ -143,6 +145,16 @@ class _Cursor:
         except (OSError, pa.ArrowException) as error:
             raise InputError(f"{self._file.path}: damaged near row {self._next_row}: {first_line(error)}") from None
         raise InputError(f"{self._file.path}: holds fewer rows than its footer says ({self._file.rows})")
+
+
+def _check_unchanged(file: InputFile) -> None:
+    """That a file is still the one whose footer the run was planned with."""
+    try:
+        stat = os.stat(file.path)
+    except OSError as error:
+        raise InputError(f"{file.path}: the file was there when the run began: {error.strerror}") from None
+    if (stat.st_size, stat.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+        raise InputError(f"{file.path}: the file changed while the run was reading it; start the run again")
 
 
 def _batches(parquet: pq.ParquetFile, first_group: int, columns: list[str]) -> Iterator[pa.RecordBatch]:

@@ -46,7 +46,7 @@ def output_folder(config: RunConfig) -> Path:
     first = local_path(config.inputs[0])
     if config.output is not None:
         out = config.output
-    elif len(config.inputs) > 1 or (glob.has_magic(first) and not Path(first).exists()):
+    elif len(config.inputs) > 1 or (glob.has_magic(first) and not os.path.exists(first)):
         raise UsageError("several inputs need a name for the result: give -o/--output")
     else:
         out = Path(f"{Path(first).resolve().stem}.topk")
@@ -56,10 +56,10 @@ def output_folder(config: RunConfig) -> Path:
     named += [(option(name), str(value)) for name in options if (value := getattr(config, name))]
     for what, text in named:
         path = Path(text).resolve()
-        if path.exists() and (place == path or place in path.parents):
+        if os.path.exists(path) and (place == path or place in path.parents):
             raise UsageError(f"--output {out} is or holds {what} {text}; results go elsewhere")
-        matches = glob.has_magic(text) and fnmatch.fnmatch(str(place), os.path.abspath(text))
-        if what in ("the input", "--items") and (matches or (path.is_dir() and path in place.parents)):
+        matches = glob.has_magic(text) and fnmatch.fnmatch(str(place), os.path.realpath(text))
+        if what in ("the input", "--items") and (matches or (os.path.isdir(path) and path in place.parents)):
             raise UsageError(f"--output {out} lies inside {what} {text}, which would be read again; results go elsewhere")
     # The folder itself is exchanged, not a link to it, and what lies beside it needs its own name.
     return place if out.is_symlink() or out.name in ("", "..") else out
@@ -116,6 +116,8 @@ class Staging:
             raise OutputError(
                 f"{self.out}: the folder is not empty and no run of prefill-score made it; name another --output"
             )
+        if self.out.is_mount():
+            raise OutputError(f"{self.out}: a mount point cannot be exchanged for the result; name a folder inside it")
         if self.out.exists() and not self.out.is_dir():
             raise OutputError(f"{self.out}: there is a file of that name; name another --output")
 

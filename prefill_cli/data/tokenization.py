@@ -2,12 +2,13 @@
 
 A row is specials-before + content + specials-after. Only content is cut. For chat messages the template's output is the
 content and nothing is added, but a BOS that the template wrote stays when the left side is cut. Ready-made ids are used
-as they are. Text is encoded in batches of TOKENIZER_ROWS, since the Rust side keeps some hundred bytes a token meanwhile.
+as they are. Text is encoded in batches bounded by rows and characters, since the Rust side keeps some hundred bytes a
+token meanwhile.
 """
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from prefill_cli.data.rejects import Reject
 from prefill_cli.errors import ModelError, UsageError, first_line
 
 Ids = npt.NDArray[np.int32]
-TOKENIZER_ROWS = 1_024
+TOKENIZER_ROWS, TOKENIZER_CHARS = 1_024, 1 << 20
 SANE_LENGTH = 10**9  # a stored limit above this is Transformers' way of saying "none" (1e30)
 MARK = "\ue000"  # private use: stands for control-token text while a chat template is rendered
 
@@ -167,11 +168,9 @@ class PromptTokenizer:
         encoded: list[Ids] = []
         self._backend.encode_special_tokens = plain
         try:
-            for start in range(0, len(texts), TOKENIZER_ROWS):
-                batch = self._backend.encode_batch_fast(
-                    list(texts[start : start + TOKENIZER_ROWS]), add_special_tokens=False
-                )
-                encoded += [np.array(e.ids, np.int32) for e in batch]
+            for batch in _bounded(texts):
+                encodings = self._backend.encode_batch_fast(batch, add_special_tokens=False)
+                encoded += [np.array(e.ids, np.int32) for e in encodings]
         except Exception as error:  # its words may quote the prompt
             raise ModelError(
                 f"the tokenizer fails on a text ({type(error).__name__}); has it a token for what it does not know?"
@@ -231,7 +230,8 @@ class PromptTokenizer:
         """Tokens a row may have, special tokens included; None where nothing sets a limit."""
         config = self._config
         stored = self._tokenizer.model_max_length
-        known = [n for n in (positions, stored if stored and stored < SANE_LENGTH else None) if n]
+        sane = stored if isinstance(stored, int | float) and 0 < stored < SANE_LENGTH else None
+        known = [int(n) for n in (positions, sane) if n]
         limit = min(known) if known else None
         if config.max_length is not None:
             if positions and config.max_length > positions:
@@ -295,6 +295,20 @@ class PromptTokenizer:
                 "were tokens added without resizing the model?"
             )
         return result
+
+
+def _bounded(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Consecutive texts in batches of at most TOKENIZER_ROWS, and TOKENIZER_CHARS unless one alone has more."""
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        if batch and (len(batch) == TOKENIZER_ROWS or characters + len(text) > TOKENIZER_CHARS):
+            yield batch
+            batch, characters = [], 0
+        batch.append(text)
+        characters += len(text)
+    if batch:
+        yield batch
 
 
 def _judge(i: int, text: str | None, result: Tokenized) -> bool:

@@ -15,6 +15,7 @@ from prefill_cli.errors import ModelError, UsageError, first_line
 log = logging.getLogger(__name__)
 # Tensors of a checkpoint that the forward pass has no use for: the vocabulary head, under the names that families give it.
 UNUSED_HEADS = ("lm_head.", "embed_out.", "output_layer.", "head.")
+UNUSED_BUFFERS = (".masked_bias", ".attn.bias", ".attention.bias", ".inv_freq")  # what old checkpoints stored beside weights
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 # What shapes the answer beside the weights: configuration, vocabulary, template, pooling, code (under --trust-remote-code).
 SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "*_Pooling/config.json")
@@ -62,7 +63,7 @@ def open_model_folder(config: RunConfig) -> ModelFolder:
         config.model,
         path,
         settings,
-        text.hidden_size,
+        getattr(text, "word_embed_proj_dim", text.hidden_size),  # OPT projects its last hidden states to this width
         text.vocab_size,
         positions if isinstance(positions, int) and positions > 0 else None,  # XLNet says -1 for "no limit"
         pooling,
@@ -198,7 +199,7 @@ def load_base_model(folder: ModelFolder, device: str, dtype: str, trust_remote_c
         if is_out_of_memory(error):
             raise ModelError(f"{folder.path}: the model does not fit the memory of {device}: {first_line(error)}") from None
         raise ModelError(f"{folder.path}: the model cannot be loaded: {first_line(error)}") from None
-    unexpected = [k for k in report["unexpected_keys"] if not k.startswith(UNUSED_HEADS)]
+    unexpected = [k for k in report["unexpected_keys"] if not (k.startswith(UNUSED_HEADS) or k.endswith(UNUSED_BUFFERS))]
     ill_shaped = [str(k[0] if isinstance(k, tuple) else k) for k in report["mismatched_keys"]]
     for what, names in (
         ("missing from the weights", report["missing_keys"]),

@@ -16,7 +16,7 @@ from prefill_cli.errors import InputError, ItemsError, PrefillScoreError
 from prefill_cli.scoring.item_files import id_column
 
 Rows = npt.NDArray[np.int64]
-TEXT_SUFFIXES = (".txt", ".csv", ".list")
+PARQUET_MAGIC = b"PAR1"
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,14 @@ class ItemIndex:
     def rows_in_file(self, path: Path, id_name: str) -> tuple[Rows, int]:
         """Item rows that an --allow or --deny file names, and how many of its ids are unknown.
 
-        The file is Parquet (the item id column, or the only one) or text with one id a line.
+        The file is Parquet (the item id column, or the only one), which its first bytes tell, or text with one id a line.
 
         Raises:
             ItemsError: unreadable, or ids of a type that cannot be the catalogue's.
         """
-        ids = self._text_ids(path) if path.suffix.lower() in TEXT_SUFFIXES else id_column(path, id_name)
+        if path.exists() and not path.is_file():  # a pipe would make us wait for a writer
+            raise ItemsError(f"{path}: not a regular file")
+        ids = id_column(path, id_name) if _is_parquet(path) else self._text_ids(path)
         rows = self.rows_of(ids, ItemsError, str(path))
         return np.unique(rows[rows >= 0]), int((rows < 0).sum()) - ids.null_count
 
@@ -117,3 +119,10 @@ class ItemIndex:
             return pa.array(lines, pa.large_string()).cast(self._ids.type)
         except pa.ArrowInvalid:
             raise ItemsError(f"{path}: holds ids that are not {self._ids.type}, which item ids are") from None
+
+
+def _is_parquet(path: Path) -> bool:
+    if path.suffix == ".parquet" or not path.exists():
+        return path.suffix == ".parquet"
+    with path.open("rb") as file:
+        return file.read(4) == PARQUET_MAGIC

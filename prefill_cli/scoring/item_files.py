@@ -32,6 +32,13 @@ class RawItems:
     null_rows: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     bias: npt.NDArray[np.float32] | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
+    mapped: tuple[Path, int, int] | None = None  # the stamp of the file where `vectors` are a view of it
+
+
+def stamp(path: Path) -> tuple[Path, int, int]:
+    """Path, size and mtime: what changes when a file is written over."""
+    found = path.stat()
+    return path, found.st_size, found.st_mtime_ns
 
 
 def read(config: RunConfig) -> RawItems:
@@ -178,6 +185,7 @@ def _read_matrix(config: RunConfig, path: str, suffix: str) -> RawItems:
     """[N, d] from safetensors or npy, ids from --item-ids or row numbers."""
     if config.item_bias_column:
         raise UsageError(f"--item-bias-column needs a Parquet item file; {path} has no columns")
+    mapped = stamp(Path(path)) if suffix == ".npy" and Path(path).is_file() else None
     try:
         vectors, provenance = (np.load(path, mmap_mode="r"), {}) if suffix == ".npy" else _safetensors(path)
     except FileNotFoundError:
@@ -191,11 +199,12 @@ def _read_matrix(config: RunConfig, path: str, suffix: str) -> RawItems:
     if vectors.ndim != 2 or vectors.dtype.kind != "f":
         raise ItemsError(f"{path}: expected a matrix of floats [items, width], found {vectors.dtype} {list(vectors.shape)}")
     if not config.item_ids:
-        return RawItems(pa.array(np.arange(len(vectors), dtype=np.int64)), vectors, _digest([path]), provenance=provenance)
+        numbers = pa.array(np.arange(len(vectors), dtype=np.int64))
+        return RawItems(numbers, vectors, _digest([path]), provenance=provenance, mapped=mapped)
     ids = id_column(config.item_ids, config.item_id_column)
     if len(ids) != len(vectors):
         raise ItemsError(f"{config.item_ids} has {len(ids)} ids, but {path} has {len(vectors)} rows")
-    return RawItems(ids, vectors, _digest([path, str(config.item_ids)]), provenance=provenance)
+    return RawItems(ids, vectors, _digest([path, str(config.item_ids)]), provenance=provenance, mapped=mapped)
 
 
 def _safetensors(path: str) -> tuple[npt.NDArray[Any], dict[str, Any]]:

@@ -7,6 +7,7 @@ npy (memory-mapped). Files without ids take them from --item-ids, else the row n
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from prefill_cli.arrow import invalid_text, is_text
 from prefill_cli.config import RunConfig
 from prefill_cli.errors import ItemsError, UsageError
 from prefill_cli.scoring import item_files
+from prefill_cli.scoring.item_files import stamp
 
 log = logging.getLogger(__name__)
 CHECK_ROWS = 65_536
@@ -38,6 +40,16 @@ class Items:
     sha256: str
     dropped: int
     provenance: dict[str, Any]
+    mapped: tuple[Path, int, int] | None = None  # path, size and mtime of the file that `vectors` are a view of
+
+    def check_unchanged(self) -> None:
+        """That a memory-mapped file is still what was checked and digested.
+
+        Raises:
+            ItemsError: it was written over.
+        """
+        if self.mapped and self.mapped != stamp(self.mapped[0]):
+            raise ItemsError(f"{self.mapped[0]}: the item file changed while the run was using it; start the run again")
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -93,7 +105,8 @@ def load_items(config: RunConfig, hidden_size: int | None) -> Items:
     vectors = np.ascontiguousarray(vectors, np.float32)
     if config.normalize or config.score == "cosine":
         vectors = _unit_length(vectors)
-    return Items(ids, vectors, _norms(vectors), bias, raw.sha256, len(bad_rows), raw.provenance)
+    mapped = raw.mapped if np.may_share_memory(vectors, raw.vectors) else None
+    return Items(ids, vectors, _norms(vectors), bias, raw.sha256, len(bad_rows), raw.provenance, mapped)
 
 
 def check_provenance(items: Items, config: RunConfig, made_with: dict[str, Any]) -> None:

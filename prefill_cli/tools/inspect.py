@@ -17,6 +17,7 @@ from prefill_cli.data.tokenization import PromptTokenizer, load_tokenizer
 from prefill_cli.encoding.loading import load_base_model, open_model_folder
 from prefill_cli.errors import InputError, OutputError, PrefillScoreError
 from prefill_cli.scoring.items import load_items
+from prefill_cli.tools.tables import reading, scan
 
 EXAMPLE = "The last title watched"
 
@@ -98,10 +99,15 @@ def _prompts(path: Path, config: RunConfig, facts: dict[str, Any]) -> None:
     }
     plan_inputs(replace(config, inputs=(str(path),)))
     if not (config.messages_column or config.token_ids_column):
-        text, user = pl.col(config.prompt_column).cast(pl.String), pl.col(config.id_column)
+        table = scan(
+            [f.path for f in files],
+            pl.col(config.prompt_column).cast(pl.String).alias("prompt"),
+            pl.col(config.id_column).alias("user"),
+        )
+        text, user = pl.col("prompt"), pl.col("user")
         characters = text.str.len_chars()
-        try:
-            row = pl.scan_parquet([f.path for f in files], extra_columns="ignore").select(
+        with reading(path, InputError):
+            row = table.select(
                 null_ids=user.null_count(),
                 repeated_ids=pl.len() - user.n_unique(),
                 null_prompts=text.null_count(),
@@ -109,8 +115,6 @@ def _prompts(path: Path, config: RunConfig, facts: dict[str, Any]) -> None:
                 repeated_prompts=pl.len() - text.n_unique(),
                 least=characters.min(), median=characters.median(), greatest=characters.max(),
             ).collect(engine="streaming").to_dicts()[0]  # fmt: skip
-        except pl.exceptions.PolarsError as error:
-            raise InputError(f"{path}: cannot be read whole: {str(error).splitlines()[0]}") from None
         spread = f"{row.pop('least')} / {row.pop('median')} / {row.pop('greatest')} (least / median / greatest)"
         facts |= row | {"characters": spread}
 

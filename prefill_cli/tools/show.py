@@ -1,7 +1,5 @@
 """`prefill-score show`: some users' histories and lists with titles, as a person wants to see them."""
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,8 @@ import polars as pl
 
 from prefill_cli.data.inputs import find_files, natural
 from prefill_cli.data.manifest import read_manifest
-from prefill_cli.errors import InputError, ItemsError, OutputError, PrefillScoreError, first_line, nearest
+from prefill_cli.errors import InputError, ItemsError, OutputError, nearest
+from prefill_cli.tools.tables import reading, scan
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,9 @@ def read_lists(query: UserQuery) -> list[dict[str, Any]]:
 
 def _lists(query: UserQuery, id_column: str, layout: str) -> pl.DataFrame:
     """A row a list: id, item_ids, scores; in the long layout gathered from the rows."""
-    with _reading(query.output, OutputError):
-        parts = _scan(sorted(query.output.glob("part-*.parquet"), key=lambda p: natural(p.name)))
+    with reading(query.output, OutputError):
+        files: list[Path] = sorted(query.output.glob("part-*.parquet"), key=lambda part: natural(part.name))
+        parts = scan(files)
         kind = parts.collect_schema()[id_column]
     wanted = _user_ids(query.user, kind)
     if query.user:
@@ -64,7 +64,7 @@ def _lists(query: UserQuery, id_column: str, layout: str) -> pl.DataFrame:
         lists = parts.group_by((pl.col("rank") == 1).cum_sum().alias("list"), maintain_order=True)
         parts = lists.agg(pl.col(id_column).first(), item_ids=pl.col("item_id"), scores=pl.col("score"))
     parts = parts.select(id_column, "item_ids", "scores")
-    with _reading(query.output, OutputError):
+    with reading(query.output, OutputError):
         found = (parts if query.user else parts.head(query.users)).collect(engine="streaming")
     missing = [name for name, known in zip(query.user, wanted.is_in(found[id_column].implode()), strict=True) if not known]
     if missing:
@@ -87,8 +87,8 @@ def _item_texts(query: UserQuery, options: dict[str, Any]) -> dict[Any, dict[str
     if path.suffix in (".npy", ".safetensors") or (not query.items and not _is_there(path)):
         return {}
     item_id, title = options["item_id_column"], query.title_column or "title"
-    with _reading(path, ItemsError):
-        items = _scan(find_files([str(path)]))
+    with reading(path, ItemsError):
+        items = scan(find_files([str(path)]))
         schema = items.collect_schema()
         if item_id not in schema:
             raise ItemsError(f"{path}: no column {item_id!r}{nearest(item_id, schema)}")
@@ -106,22 +106,15 @@ def _histories(query: UserQuery, manifest: dict[str, Any], ids: pl.Series) -> di
     files = [f["path"] for f in manifest["inputs"]["files"] if Path(f["path"]).exists()]
     if not column or not files:
         return {}
-    with _reading(files[0], InputError):
-        prompts = _scan(files)
-        schema = prompts.collect_schema()
+    with reading(files[0], InputError):
+        schema = pl.scan_parquet(files[0], glob=False).collect_schema()
         if column not in schema:
             raise InputError(f"{files[0]}: no column {column!r}{nearest(column, schema)}")
         if not isinstance(schema[column], pl.List | pl.Array):
             raise InputError(f"{files[0]}: column {column!r} is {schema[column]}, which is not a list of item ids")
         user = pl.col(ids.name).cast(ids.dtype)  # the result has one type for what may differ from file to file
-        rows = prompts.select(user, column).filter(user.is_in(ids.implode())).collect(engine="streaming")
+        rows = scan(files, user, column).filter(user.is_in(ids.implode())).collect(engine="streaming")
     return {user: history or [] for user, history in rows.iter_rows()}
-
-
-def _scan(files: list[str] | list[Path]) -> pl.LazyFrame:
-    if not files:
-        raise FileNotFoundError("there is no Parquet file")
-    return pl.scan_parquet(files, glob=False, extra_columns="ignore")
 
 
 def _is_there(path: Path) -> bool:
@@ -129,14 +122,3 @@ def _is_there(path: Path) -> bool:
         return bool(find_files([str(path)]))
     except InputError:
         return False
-
-
-@contextlib.contextmanager
-def _reading(path: Path | str, kind: type[PrefillScoreError]) -> Iterator[None]:
-    """Turn what Polars says of damaged files into one sentence of the kind of error that fits."""
-    try:
-        yield
-    except InputError as error:
-        raise kind(str(error)) from None
-    except (pl.exceptions.PolarsError, OSError) as error:
-        raise kind(f"{path}: cannot be read: {first_line(error)}") from None
