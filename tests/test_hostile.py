@@ -68,7 +68,7 @@ def test_an_output_that_is_a_mount_point_is_refused_before_any_work(job, monkeyp
 )
 def test_what_the_system_refuses_is_told_as_the_error_of_who_must_act(job, tmp_path, name, kind):
     too_long = tmp_path / ("x" * 300)
-    with pytest.raises(kind, match="File name too long|no such file"):
+    with pytest.raises(kind, match=r"File name too long|no such file"):
         job.run(**{name: (str(too_long),) if name == "inputs" else str(too_long) if name == "model" else too_long})
 
 
