@@ -59,18 +59,17 @@ class ShardReader:
         Raises:
             InputError: a file changed, vanished or cannot be decoded.
         """
-        done, read = 0, set()
+        done, read = 0, {}
         while done < shard.rows:
             file, offset = self._locate(shard.start + done)
             if self._cursor is None or not self._cursor.stands_at(file, offset):
                 self._cursor = _Cursor(file, offset, [c for c in self._plan.columns.names if c in file.schema.names])
             batch = self._cursor.next_batch(shard.rows - done)
             done += batch.num_rows
-            read.add(file.path)
+            read[file.path] = file
             yield self._piece(batch, file, offset)
-        for file in self._plan.files if read else ():
-            if file.path in read:  # written over in place, it would have given rows of two versions
-                _check_unchanged(file)
+        for file in read.values():  # one that was written over in place may have given rows of two versions
+            _check_unchanged(file)
 
     def _locate(self, row: int) -> tuple[InputFile, int]:
         number = bisect.bisect_right(self._starts, row) - 1  # of the files that start there the last, which has rows
