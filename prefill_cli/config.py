@@ -102,9 +102,9 @@ class RunConfig:
         if self.append_eos and self.token_ids_column:
             raise UsageError("--append-eos with --token-ids-column: ready-made token ids are used as they are")
         self.allowed_rejects(0)
-        self._check_text()
+        self._check_spelling()
 
-    def _check_text(self) -> None:
+    def _check_spelling(self) -> None:
         if "" in self.inputs:
             raise UsageError("an input is empty text; name a file, a folder or a glob")
         if re.search("[\ud800-\udfff]", self.prefix):  # how Python shows bytes that are not text

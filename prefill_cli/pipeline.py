@@ -7,7 +7,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -68,12 +68,14 @@ def run(config: RunConfig, engine: Engine, progress: Progress) -> dict[str, Any]
         if receipts:
             log.info("going on after an earlier run: %d of %d shards are done", len(receipts), len(job.shards))
         progress.start(job.plan.rows, sum(shard.rows for shard in receipts))
+        reasons: Counter[str] = sum((Counter(receipt["reasons"]) for receipt in receipts.values()), Counter())
         try:
-            _check_rejects(job, receipts.values())
+            _check_rejects(job, reasons)
             for shard, receipt in engine(job, [s for s in job.shards if s not in receipts], progress):
                 staging.commit(shard, receipt)
                 receipts[shard] = receipt
-                _check_rejects(job, receipts.values())
+                reasons.update(receipt["reasons"])
+                _check_rejects(job, reasons)
         except BaseException:
             if not staging.has_receipts():  # nothing to take up, so nothing to leave
                 staging.discard()
@@ -179,11 +181,8 @@ def _load_encoder(job: Job) -> Encoder:
     )
 
 
-def _check_rejects(job: Job, receipts: Iterable[Receipt]) -> None:
+def _check_rejects(job: Job, reasons: Counter[str]) -> None:
     """Stop as soon as there are more rejects than allowed: what is done is kept for a higher limit."""
-    reasons: Counter[str] = Counter()
-    for receipt in receipts:
-        reasons.update(receipt["reasons"])
     allowed = job.config.allowed_rejects(job.plan.rows)
     if reasons.total() > allowed:
         raise TooManyRejectsError(

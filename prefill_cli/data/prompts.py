@@ -20,7 +20,7 @@ from prefill_cli.data.rejects import Reject
 from prefill_cli.errors import InputError, first_line
 
 BATCH_ROWS = 2_048
-BATCH_BYTES = 64 << 20  # decoded bytes of a record batch that reading aims below
+BATCH_BYTES = 64 << 20  # of a record batch as the file encodes it (a repeated value counts once), which reading aims below
 READ_BUFFER_BYTES = 1 << 20
 
 
