@@ -173,8 +173,13 @@ def run(
         Number, opt("shard_rows", "Rows that are read, sorted by length, scored and committed together.", RUN)
     ] = None,
     max_batch_tokens: Annotated[
-        Text, opt("max_batch_tokens", "Token budget of a forward pass, padding included.", RUN, metavar="N|auto")
+        Text, opt("max_batch_tokens", "Token budget of a forward pass.", RUN, metavar="N|auto")
     ] = None,
+    encoder: Annotated[
+        Text, opt("encoder", "plain: Transformers' own pass over padded batches, slower.", RUN, metavar="auto|plain")
+    ] = None,
+    compile: Annotated[Switch, switch("compile", "Compile the layers (where the work is worth it).", RUN)] = None,
+    share: Annotated[Switch, switch("share", "Encode equal prompts and shared prefixes once (on).", RUN)] = None,
     offline: Annotated[Switch, switch("offline", "Never ask the network.", RUN)] = None,
     trust_remote_code: Annotated[
         Switch, switch("trust_remote_code", "Run Python code from the model's folder.", RUN)

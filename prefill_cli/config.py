@@ -75,7 +75,10 @@ class RunConfig:
     layout: Literal["nested", "long"] = "nested"
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    max_batch_tokens: int | None = field(default=None, metadata=NOT_IN_ANSWER)  # padded cells; None: auto
+    max_batch_tokens: int | None = field(default=None, metadata=NOT_IN_ANSWER)  # None: auto
+    encoder: Literal["auto", "plain"] = field(default="auto", metadata=NOT_IN_ANSWER)
+    compile: bool | None = field(default=None, metadata=NOT_IN_ANSWER)  # None: where the work is worth it
+    share: bool = field(default=True, metadata=NOT_IN_ANSWER)
     shard_rows: int = 16_384
     max_rejects: str = field(default="1%", metadata=NOT_IN_ANSWER)
     overwrite: bool = field(default=False, metadata=NOT_IN_ANSWER)

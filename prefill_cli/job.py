@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ from prefill_cli.data import manifest, results
 from prefill_cli.data.inputs import InputPlan, Shard, plan_inputs
 from prefill_cli.data.staging import Staging, output_folder
 from prefill_cli.data.tokenization import PromptTokenizer, load_tokenizer
+from prefill_cli.encoding.encoder import EncoderOptions
 from prefill_cli.encoding.loading import ModelFolder, choose_device, choose_dtype, open_model_folder
 from prefill_cli.errors import InputError, ItemsError, ModelError, OutputError, os_errors_as
 from prefill_cli.scoring.filters import ItemIndex
@@ -20,7 +22,10 @@ from prefill_cli.scoring.items import Items, check_provenance, load_items
 from prefill_cli.scoring.topk import Catalogue
 
 log = logging.getLogger(__name__)
-AUTO_BATCH_TOKENS = {"cpu": 8_192, "mps": 16_384, "cuda": 65_536}
+AUTO_BATCH_TOKENS = {"cpu": 4_096, "mps": 16_384, "cuda": 65_536}
+# Floating-point operations from which compiling (some 10 s on a CPU, a minute on a GPU) costs less than it saves.
+COMPILE_FROM = {"cpu": 1e13, "mps": float("inf"), "cuda": 1e16}
+BYTES_PER_TOKEN = 4  # of an input file, about: most of it is prompts
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,8 @@ class Job:
     device: str
     dtype: str
     max_batch_tokens: int
+    encoder: str  # auto or plain
+    compile: bool
     staging: Staging
 
     @property
@@ -48,6 +55,23 @@ class Job:
     def normalizes(self) -> bool:
         """Whether vectors are scaled to length 1, on both sides."""
         return self.config.normalize or self.config.score == "cosine"
+
+    @property
+    def encoder_options(self) -> EncoderOptions:
+        return EncoderOptions(
+            pooling=self.folder.pooling,
+            dims=self.config.dims,
+            normalize=self.normalizes,
+            dtype=self.dtype,
+            max_batch_tokens=self.max_batch_tokens,
+            compiled=self.compile,
+            share=self.config.share,
+        )
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """What a resume repeats, whatever it is told: other batches or kernels round in other ways."""
+        return {"max_batch_tokens": self.max_batch_tokens, "encoder": self.encoder, "compile": self.compile}
 
     @property
     def shards(self) -> list[Shard]:
@@ -91,6 +115,8 @@ def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
         device=device,
         dtype=dtype,
         max_batch_tokens=config.max_batch_tokens or AUTO_BATCH_TOKENS[device.partition(":")[0]],
+        encoder=config.encoder,
+        compile=_pays_to_compile(plan, folder, device) if config.compile is None else config.compile,
         staging=Staging(out),
     )
     files = "1 file" if len(plan.files) == 1 else f"{len(plan.files):,} files"
@@ -105,6 +131,12 @@ def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
         tokenize.limit or "any number of",
     )
     return job, _fingerprint(job) | digests
+
+
+def _pays_to_compile(plan: InputPlan, folder: ModelFolder, device: str) -> bool:
+    """Whether the prompts, as far as the files' footers tell their size, are enough work."""
+    tokens = sum(file.data_bytes for file in plan.files) / BYTES_PER_TOKEN
+    return tokens * folder.flops_per_token >= COMPILE_FROM[device.partition(":")[0]]
 
 
 def _check_filter_types(config: RunConfig, plan: InputPlan, items: Items) -> None:

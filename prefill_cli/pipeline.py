@@ -1,14 +1,14 @@
 """The job, told once: prompts in Parquet → tokens → one prefill pass → vectors → exact top-k → Parquet.
 
 `run` plans and checks everything, takes up what an earlier run left, lets an engine do the shards, and publishes.
-`Worker.score` does one shard and is all that an engine calls.
+A `Worker` does a shard in three steps, `read`, `encode` and `finish`, which an engine may overlap over shards.
 """
 
 import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +22,8 @@ from prefill_cli.data.prompts import ShardReader
 from prefill_cli.data.rejects import Reject
 from prefill_cli.data.rows import ShardRows, read_rows
 from prefill_cli.data.staging import Receipt, locked
-from prefill_cli.encoding.encoder import Encoder
+from prefill_cli.data.tokenization import Ids
+from prefill_cli.encoding.encoder import Encoded, Encoder, OnBatch
 from prefill_cli.encoding.loading import load_base_model
 from prefill_cli.errors import ModelError, OutputError, TooManyRejectsError, os_errors_as
 from prefill_cli.job import Job, plan_job
@@ -31,6 +32,7 @@ from prefill_cli.scoring.topk import overflowing, search
 from prefill_cli.summary import manifest_of, totals_of
 
 log = logging.getLogger(__name__)
+CHECKED_PROMPTS = 64  # of which a few are chosen, of different lengths
 
 
 class Progress(Protocol):
@@ -58,7 +60,7 @@ def run(config: RunConfig, engine: Engine, progress: Progress) -> dict[str, Any]
     staging = job.staging
     with locked(staging.out):
         with os_errors_as(OutputError, "--output"):
-            choices = staging.begin(fingerprint, {"max_batch_tokens": job.max_batch_tokens}, config.overwrite)
+            choices = staging.begin(fingerprint, job.choices, config.overwrite)
         if choices is None:
             log.info("%s holds this very result already; nothing to do", staging.out)
             totals: dict[str, Any] = (manifest.read_manifest(staging.out) or {})["totals"]
@@ -85,29 +87,68 @@ def run(config: RunConfig, engine: Engine, progress: Progress) -> dict[str, Any]
     return totals
 
 
+@dataclass(frozen=True)
+class Read:
+    """A shard's rows, tokenised."""
+
+    shard: Shard
+    rows: ShardRows
+    sec: float
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """The same, with vectors. `start_sec`: loading, checking and compiling before it, where it is the first."""
+
+    read: Read
+    encoded: Encoded
+    sec: float
+    start_sec: float
+
+
 class Worker:
-    """A loaded model, a reader and an index: scores shards, one at a time."""
+    """A loaded model, a reader and an index: does shards, each in three steps that take shards in the same order."""
 
     def __init__(self, job: Job) -> None:
+        began = time.perf_counter()
         self._job = job
         self._reader = ShardReader(job.plan, job.config)
-        self._encoder = _load_encoder(job)
+        self._model = load_base_model(job.folder, job.device, job.dtype, job.config.trust_remote_code)
+        self._encoder: Encoder | None = None
         self._index = ItemIndex(job.items.ids)
+        self._start_sec = time.perf_counter() - began
 
-    def score(self, shard: Shard, progress: Progress) -> Receipt:
-        """Write the part and the rejects of a shard; returns what its receipt says."""
-        job, staging = self._job, self._job.staging
-        rows = read_rows(self._reader, job.tokenize, job.plan, job.config.id_column, shard)
-        encode_began = time.perf_counter()
-        encoded = self._encoder.encode(rows.input_ids, progress.advance)
-        encode_sec = time.perf_counter() - encode_began
-        progress.advance(shard.rows - len(rows.input_ids), 0)
-        if len(encoded.vectors) and encoded.vectors.shape[1] != job.items.width:
+    def read(self, shard: Shard) -> Read:
+        """Read and tokenise."""
+        began = time.perf_counter()
+        rows = read_rows(self._reader, self._job.tokenize, self._job.plan, self._job.config.id_column, shard)
+        return Read(shard, rows, time.perf_counter() - began)
+
+    def encode(self, read: Read, on_batch: OnBatch) -> Vectors:
+        """The prefill pass. The first prompts of all also decide whether the fast encoder serves."""
+        input_ids = read.rows.input_ids
+        if self._encoder is None:
+            began = time.perf_counter()
+            self._encoder = self._choose_encoder(input_ids[:CHECKED_PROMPTS])
+            self._start_sec += time.perf_counter() - began
+        start_sec, self._start_sec = self._start_sec, 0.0  # told with the first shard
+        began = time.perf_counter()
+        encoded = self._encoder.encode(input_ids, on_batch)
+        sec = time.perf_counter() - began
+        if not input_ids:
+            self._encoder = None  # nothing was checked yet
+        elif encoded.vectors.shape[1] != self._job.items.width and len(encoded.out_of_memory) < len(input_ids):
             raise ModelError(
-                f"{job.folder.path}: the model gives vectors of {encoded.vectors.shape[1]}, not of {job.folder.hidden_size} "
-                f"as its config.json says, and items are {job.items.width} wide"
+                f"{self._job.folder.path}: the model gives vectors of {encoded.vectors.shape[1]}, not of "
+                f"{self._job.folder.hidden_size} as its config.json says, and items are {self._job.items.width} wide"
             )
-        rows, vectors = _only_scorable(rows, encoded.vectors, job)
+        return Vectors(read, encoded, sec, start_sec)
+
+    def finish(self, done: Vectors) -> Receipt:
+        """Search, and write the part and the rejects; returns what the shard's receipt says."""
+        job, staging, shard, encoded = self._job, self._job.staging, done.read.shard, done.encoded
+        began = time.perf_counter()
+        rows, vectors = _only_scorable(done.read.rows, encoded, job)
         filters = self._index.filters(rows.exclude, rows.candidates)
         found = _Lists(job, rows.columns, vectors, filters)
         entries = results.write_part(staging.part(shard), job.form, found)
@@ -127,9 +168,20 @@ class Worker:
             "empty_lists": found.empty_lists,
             "unknown_ids": filters.unknown_ids,
             "batches": encoded.batches,
-            "encode_sec": encode_sec,
+            "start_sec": done.start_sec,
+            "read_sec": done.read.sec,
+            "encode_sec": done.sec,
             "search_sec": found.search_sec,
+            "write_sec": time.perf_counter() - began - found.search_sec,
         }
+
+    def _choose_encoder(self, prompts: Sequence[Ids]) -> Encoder:
+        from prefill_cli.encoding.choice import choose_encoder, plain_encoder
+
+        options = self._job.encoder_options
+        if self._job.encoder == "plain":
+            return plain_encoder(self._model, options)
+        return choose_encoder(self._model, options, prompts)
 
 
 class _Lists:
@@ -155,8 +207,13 @@ class _Lists:
             yield self._columns.slice(start, step), lists
 
 
-def _only_scorable(rows: ShardRows, vectors: npt.NDArray[np.float32], job: Job) -> tuple[ShardRows, npt.NDArray[np.float32]]:
-    """Rows and vectors less those whose vector has no score; [n, d] each."""
+def _only_scorable(rows: ShardRows, encoded: Encoded, job: Job) -> tuple[ShardRows, npt.NDArray[np.float32]]:
+    """Rows and vectors [n, d] less those that have no vector, or whose vector has no score."""
+    vectors = encoded.vectors
+    unfit = np.zeros(len(vectors), bool)
+    unfit[encoded.out_of_memory] = True
+    detail = "the memory does not suffice for this prompt, alone in a batch too; lower --max-length"
+    rows, vectors = rows.without(unfit, Reject("out_of_memory", detail)), vectors[~unfit]
     checks = (
         ("the model gives a vector that is not finite, in float32 and alone too", lambda v: ~np.isfinite(v).all(axis=1)),
         ("its scores would leave the range of float32", lambda v: overflowing(v, job.items)),
@@ -166,19 +223,6 @@ def _only_scorable(rows: ShardRows, vectors: npt.NDArray[np.float32], job: Job) 
         bad = is_bad(vectors)
         rows, vectors = rows.without(bad, Reject("not_finite", detail)), vectors[~bad]
     return rows, vectors
-
-
-def _load_encoder(job: Job) -> Encoder:
-    from prefill_cli.encoding.plain import PlainEncoder
-
-    config = job.config
-    return PlainEncoder(
-        load_base_model(job.folder, job.device, job.dtype, config.trust_remote_code),
-        pooling=job.folder.pooling,
-        dims=config.dims,
-        normalize=job.normalizes,
-        max_batch_tokens=job.max_batch_tokens,
-    )
 
 
 def _check_rejects(job: Job, reasons: Counter[str]) -> None:

@@ -26,8 +26,11 @@ def totals_of(job: Job, receipts: list[Receipt], wall_sec: float) -> dict[str, A
         "unknown_ids",
         "batches",
         "part_rows",
+        "start_sec",
+        "read_sec",
         "encode_sec",
         "search_sec",
+        "write_sec",
     )
     reasons: Counter[str] = sum((Counter(receipt["reasons"]) for receipt in receipts), Counter())
     sums = {name: sum(receipt[name] for receipt in receipts) for name in summed}

@@ -279,9 +279,10 @@ class Hungry(torch.nn.Module):
     [None, MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("MPS backend out of memory (…)"),
      RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")],
 )  # fmt: skip
-def test_memory_that_does_not_suffice_is_an_error_that_names_the_budget(error):
-    with pytest.raises(ModelError, match=r"2 prompts x 5 tokens.*--max-batch-tokens \(now 256\)"):
-        encode(Hungry(error), random_rows([3, 5]))
+def test_a_prompt_that_does_not_fit_the_memory_alone_is_told_apart(error):
+    encoded = encode(Hungry(error), random_rows([3, 5]))
+    assert encoded.out_of_memory.tolist() == [0, 1]
+    assert (encoded.batches, encoded.retried_rows) == (0, 0)
 
 
 def test_another_failure_of_the_model_stays_loud():

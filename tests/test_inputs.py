@@ -370,7 +370,7 @@ def test_a_column_in_the_file_goes_before_the_folder_name(tmp_path):
 
 
 def rows_plan(*rows):
-    files = tuple(InputFile(f"{i}", (n,), pa.schema([]), 0, 0, "") for i, n in enumerate(rows))
+    files = tuple(InputFile(f"{i}", (n,), pa.schema([]), 0, 0, "", 0) for i, n in enumerate(rows))
     return InputPlan(files, pa.schema([]), pa.int64(), ())
 
 

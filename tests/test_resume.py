@@ -49,10 +49,10 @@ def stop_after(job, shards: int, **options: object) -> None:
 
 
 def test_a_model_that_fails_in_a_later_shard_publishes_nothing_and_the_same_command_finishes(job, tmp_path, monkeypatch):
-    load, calls = pipeline._load_encoder, itertools.count(1)
+    choose, calls = pipeline.Worker._choose_encoder, itertools.count(1)
 
-    def fragile(job):
-        encoder = load(job)
+    def fragile(worker, prompts):
+        encoder = choose(worker, prompts)
         encode = encoder.encode
 
         def encode_or_fail(*args):
@@ -64,7 +64,7 @@ def test_a_model_that_fails_in_a_later_shard_publishes_nothing_and_the_same_comm
         return encoder
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "_load_encoder", fragile)
+        patch.setattr(pipeline.Worker, "_choose_encoder", fragile)
         with pytest.raises(RuntimeError, match="boom"):
             job.run(shard_rows=7)
     assert not job.out.exists()
@@ -77,7 +77,17 @@ def test_a_model_that_fails_in_a_later_shard_publishes_nothing_and_the_same_comm
     assert watcher.started == (30, 14)
     assert watcher.rows == 16, "only what was missing is done"
     assert parts(job.out) == parts(tmp_path / "whole")
-    timings = {"encode_sec", "search_sec", "wall_sec", "tokens_per_sec", "peak_rss_bytes", "output"}
+    timings = {
+        "start_sec",
+        "read_sec",
+        "encode_sec",
+        "search_sec",
+        "write_sec",
+        "wall_sec",
+        "tokens_per_sec",
+        "peak_rss_bytes",
+        "output",
+    }
     assert {k: v for k, v in totals.items() if k not in timings} == {k: v for k, v in whole.items() if k not in timings}
     assert not staged(job).exists()
 

@@ -38,6 +38,7 @@ class InputFile:
     size_bytes: int
     mtime_ns: int
     footer_sha256: str
+    data_bytes: int  # of all columns, encoded but not compressed
 
     @property
     def rows(self) -> int:
@@ -223,8 +224,9 @@ def read_footer(path: str) -> InputFile:
             digest = hashlib.sha256(file.read(footer_bytes + 8)).hexdigest()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not readable as Parquet: {first_line(error)}") from None
-    groups = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
-    return InputFile(path, groups, schema, stat.st_size, stat.st_mtime_ns, digest)
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    rows, data_bytes = tuple(group.num_rows for group in groups), sum(group.total_byte_size for group in groups)
+    return InputFile(path, rows, schema, stat.st_size, stat.st_mtime_ns, digest, data_bytes)
 
 
 def hive_columns(path: str) -> dict[str, str]:

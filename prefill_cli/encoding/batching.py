@@ -1,9 +1,33 @@
 """Which prompts go through the model together."""
 
+import logging
+from bisect import bisect_right
 from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
+
+log = logging.getLogger(__name__)
+
+
+class TokenLimit:
+    """Tokens of a batch, lowered when the memory does not suffice."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def lower(self, failed: int, floor: int = 1) -> None:
+        """Remember that a batch of `failed` tokens was too much; one line where that changes anything."""
+        lower = max(floor, failed // 2)
+        if lower < self.tokens:
+            log.warning("out of memory in a batch of %d tokens; going on with at most %d", failed, lower)
+            self.tokens = lower
+
+
+def halves(rows: list[int]) -> tuple[list[int], list[int]]:
+    """A batch that is too much, as two."""
+    middle = (len(rows) + 1) // 2
+    return rows[:middle], rows[middle:]
 
 
 def padded_batches(lengths: npt.NDArray[np.int64], max_batch_tokens: int) -> Iterator[npt.NDArray[np.int64]]:
@@ -20,3 +44,22 @@ def padded_batches(lengths: npt.NDArray[np.int64], max_batch_tokens: int) -> Ite
         rows = max(1, max_batch_tokens // int(lengths[order[start]]))
         yield order[start : start + rows]
         start += rows
+
+
+def packed_batches(lengths: npt.NDArray[np.int64], max_batch_tokens: int) -> Iterator[list[int]]:
+    """Rows of each batch, so that the sum of their lengths stays within the budget and comes close to it.
+
+    Each batch begins with the longest prompt that is left and is filled with the longest that still fit (best-fit
+    decreasing), so that all batches but the last few are full almost to the token. A prompt above the budget goes
+    alone. The plan depends on the lengths and the budget only.
+
+    lengths: [n] tokens. Yields lists of positions in `lengths`; together they hold each position once.
+    """
+    left = [int(i) for i in np.argsort(lengths, kind="stable")]
+    tokens = [int(lengths[i]) for i in left]  # ascending, beside `left`
+    while left:
+        batch, room = [left.pop()], max_batch_tokens - tokens.pop()
+        while (fits := bisect_right(tokens, room)) > 0:
+            room -= tokens.pop(fits - 1)
+            batch.append(left.pop(fits - 1))
+        yield batch

@@ -36,6 +36,12 @@ class ModelFolder:
     weights_sha256: str
     files_sha256: str  # SMALL_FILES
 
+    @property
+    def flops_per_token(self) -> float:
+        """Floating-point operations of a token in the layers, about: 2 for each of 12 hidden² weights of each layer."""
+        text = self.config.get_text_config()
+        return 24.0 * self.hidden_size**2 * (getattr(text, "num_hidden_layers", None) or 1)
+
 
 def open_model_folder(config: RunConfig) -> ModelFolder:
     """Find the model's folder (fetching it from the hub where it is a hub name) and check it.

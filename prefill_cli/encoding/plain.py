@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from prefill_cli.encoding.batching import padded_batches
+from prefill_cli.encoding.batching import TokenLimit, halves, padded_batches
 from prefill_cli.encoding.encoder import Encoded, OnBatch
 from prefill_cli.encoding.loading import float32_copy, is_out_of_memory
 from prefill_cli.encoding.pooling import POOLINGS, finish
@@ -34,28 +34,72 @@ class PlainEncoder:
         self._pool = POOLINGS[pooling]
         self._dims = dims
         self._normalize = normalize
-        self._max_batch_tokens = max_batch_tokens
+        self._limit = TokenLimit(max_batch_tokens)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = next(self._model.parameters()).device
+        return device
 
     def encode(self, input_ids: Sequence[npt.NDArray[np.int32]], on_batch: OnBatch) -> Encoded:
-        """See Encoder. Rows whose vector is not finite are tried once more, alone and in float32."""
+        """See Encoder. Where memory runs out, a batch is halved. Vectors that are not finite are tried again."""
         lengths = np.fromiter(map(len, input_ids), np.int64, len(input_ids))
-        vectors, batches, cells = None, 0, 0
-        for rows in padded_batches(lengths, self._max_batch_tokens):
-            encoded = self._forward(self._model, [input_ids[i] for i in rows])
+        found: list[tuple[list[int], npt.NDArray[np.float32]]] = []
+        failed: list[int] = []
+        cells = 0
+        waiting = [list(rows) for rows in padded_batches(lengths, self._limit.tokens)][::-1]
+        while waiting:
+            rows = waiting.pop()
+            size = len(rows) * int(lengths[rows[0]])
+            if len(rows) > 1 and size > self._limit.tokens:  # planned before the limit was lowered
+                waiting += halves(rows)
+                continue
+            vectors = self._try(self._model, [input_ids[i] for i in rows])
+            if vectors is None and len(rows) > 1:
+                self._limit.lower(size)
+                waiting += halves(rows)
+                continue
             if vectors is None:
-                vectors = np.empty((len(input_ids), encoded.shape[1]), np.float32)
-            vectors[rows] = encoded  # back to input order, in the function that left it
-            batches += 1
-            cells += len(rows) * int(lengths[rows[0]])
+                failed += rows
+            else:
+                found.append((rows, vectors))
+                cells += size
             on_batch(len(rows), int(lengths[rows].sum()))
-        if vectors is None:
-            return Encoded(np.empty((0, 0), np.float32), 0, 0, 0)
-        again = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+        vectors = np.full((len(input_ids), found[0][1].shape[1] if found else 0), np.nan, np.float32)
+        for rows, part in found:
+            vectors[rows] = part  # back to input order, in the function that left it
+        again = self.retry(input_ids, vectors, except_for=failed)
+        return Encoded(
+            vectors,
+            batches=len(found),
+            computed_tokens=cells + int(lengths[again].sum()),
+            retried_rows=len(again),
+            out_of_memory=np.array(sorted(failed), np.int64),
+        )
+
+    def retry(
+        self, input_ids: Sequence[npt.NDArray[np.int32]], vectors: npt.NDArray[np.float32], except_for: Sequence[int] = ()
+    ) -> npt.NDArray[np.int64]:
+        """Encode rows of `vectors` [n, d] that are not finite once more, alone and in float32, in place; returns which."""
+        bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+        again = np.setdiff1d(bad, np.asarray(except_for, np.int64))
         if len(again):
             model = self._in_float32()
             for row in again:
-                vectors[row] = self._forward(model, [input_ids[int(row)]])[0]
-        return Encoded(vectors, batches, cells + int(lengths[again].sum()), len(again))
+                if (alone := self._try(model, [input_ids[int(row)]])) is not None:
+                    vectors[row] = alone[0]
+        return again
+
+    def _try(self, model: Any, rows: list[npt.NDArray[np.int32]]) -> npt.NDArray[np.float32] | None:
+        """[B, d] vectors of B prompts, None where the memory does not suffice."""
+        try:
+            return self._forward(model, rows)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return None
 
     def _in_float32(self) -> Any:
         try:
@@ -76,21 +120,13 @@ class PlainEncoder:
         for i, row in enumerate(rows):
             padded[i, : len(row)] = row
         mask = np.arange(lengths.max()) < lengths[:, None]  # [B, T]
-        try:
-            with torch.inference_mode():
-                hidden = model(
-                    input_ids=torch.from_numpy(padded).to(device),
-                    # Without padding there is nothing to mask, and attention takes its faster causal path.
-                    attention_mask=None if mask.all() else torch.from_numpy(mask.astype(np.int64)).to(device),
-                    use_cache=False,
-                ).last_hidden_state
-                pooled = self._pool(hidden, torch.from_numpy(lengths).to(device))
-                vectors: npt.NDArray[np.float32] = finish(pooled, self._dims, self._normalize).numpy()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise ModelError(
-                f"out of memory in a batch of {len(rows)} prompts x {lengths.max()} tokens on {device}; "
-                f"lower --max-batch-tokens (now {self._max_batch_tokens}) or --max-length"
-            ) from None
+        with torch.inference_mode():
+            hidden = model(
+                input_ids=torch.from_numpy(padded).to(device),
+                # Without padding there is nothing to mask, and attention takes its faster causal path.
+                attention_mask=None if mask.all() else torch.from_numpy(mask.astype(np.int64)).to(device),
+                use_cache=False,
+            ).last_hidden_state
+            pooled = self._pool(hidden, torch.from_numpy(lengths).to(device))
+            vectors: npt.NDArray[np.float32] = finish(pooled, self._dims, self._normalize).numpy()
         return vectors

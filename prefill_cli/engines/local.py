@@ -1,6 +1,9 @@
-"""All shards in this process, one after another."""
+"""All shards in this process: the model computes one while its neighbours are read, searched and written."""
 
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
 
 from prefill_cli.data.inputs import Shard
 from prefill_cli.data.staging import Receipt
@@ -8,9 +11,53 @@ from prefill_cli.job import Job
 from prefill_cli.pipeline import Progress, Worker
 
 
+class _StoppedError(Exception):
+    """Ends the encoding of a shard that nobody waits for any more."""
+
+
 def run_shards(job: Job, shards: Sequence[Shard], progress: Progress) -> Iterator[tuple[Shard, Receipt]]:
-    """Score `shards` in order; see pipeline.Engine. The model is loaded once, and only where there is a shard to do."""
-    if shards:
-        worker = Worker(job)
-        for shard in shards:
-            yield shard, worker.score(shard, progress)
+    """Do `shards` in order; see pipeline.Engine. The model is loaded once, and only where there is a shard to do.
+
+    Three shards are in memory at most: one being read, one in the model, one being searched and written. An error in
+    any of the three ends the run within a batch, and so does whoever closes this generator.
+    """
+    if not shards:
+        return
+    worker = Worker(job)
+    stop = threading.Event()
+
+    def on_batch(rows: int, tokens: int) -> None:
+        if stop.is_set():
+            raise _StoppedError
+        progress.advance(rows, tokens)
+
+    # Left in the order reader, encoder, finisher, each after its last task.
+    with ThreadPoolExecutor(1) as finisher, ThreadPoolExecutor(1) as encoder, ThreadPoolExecutor(1) as reader:
+        behind: tuple[Shard, Future[Receipt]] | None = None
+        try:
+            ahead: Future[Any] = reader.submit(worker.read, shards[0])
+            for following in (*shards[1:], None):
+                read = ahead.result()
+                ahead = reader.submit(worker.read, following) if following else reader.submit(lambda: None)
+                encoding = encoder.submit(worker.encode, read, on_batch)
+                waiting: set[Future[Any]] = {ahead, encoding} | ({behind[1]} if behind else set())
+                while not encoding.done():
+                    done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        future.result()
+                    if behind and behind[1].done():
+                        yield behind[0], behind[1].result()
+                        behind = None
+                vectors = encoding.result()
+                progress.advance(read.shard.rows - len(read.rows.input_ids), 0)
+                if behind:
+                    yield behind[0], behind[1].result()
+                behind = read.shard, finisher.submit(worker.finish, vectors)
+            if behind:
+                yield behind[0], behind[1].result()
+        except Exception:
+            if behind:  # its vectors are there, so its lists are not lost
+                yield behind[0], behind[1].result()
+            raise
+        finally:
+            stop.set()

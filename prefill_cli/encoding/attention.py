@@ -1,0 +1,150 @@
+"""Attention of a packed row: every sequence to itself and to the prefix that it goes on from, and to nothing else.
+
+Queries are cut into tiles of TILE positions that are counted from the prompt's beginning, not from the batch's. A tile
+is one call of scaled_dot_product_attention for exactly TILE queries over the keys up to the tile's end; where a sequence
+begins or ends inside a tile, the tile is filled up. So the shape of a call depends on the tile's number alone, and with
+it the kernel and the order of every sum: a position's bits are the same in any prompt that begins with the same tokens,
+alone, among neighbours, and computed as part of a shared prefix. Exact shapes would save about 10 % of attention, but
+their bits differ: a kernel for 57 queries is another than that for 64.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+TILE = 64
+
+
+@dataclass(frozen=True)
+class Run:
+    """Sequences of equal shape that lie end to end in a packed row.
+
+    Sequence i has its own tokens at rows `row + i * length` and on, `length` of them, which are the positions from
+    `start` of its prompt. `context` is the prefix that the positions before are in, -1 where `start` is 0. A run that
+    is itself a prefix (`prefix` >= 0) has `count` 1.
+    """
+
+    row: int
+    count: int
+    length: int
+    start: int = 0
+    context: int = -1
+    prefix: int = -1
+
+    @property
+    def stop(self) -> int:
+        return self.row + self.count * self.length
+
+    def of(self, packed: Tensor) -> Tensor:
+        """The run's part of a packed tensor [R, ...], as [count, length, ...]."""
+        return packed[self.row : self.stop].view(self.count, self.length, *packed.shape[1:])
+
+
+@dataclass
+class PrefixStates:
+    """What later batches need of the shared prefixes: keys and values by layer, and final hidden states.
+
+    Each prefix is kept together with its parents, from position 0 on. Written while the prefixes are computed, read
+    only afterwards.
+    """
+
+    keys: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # (layer, prefix) → [end, KV heads, head size]
+    values: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    hidden: dict[int, Tensor] = field(default_factory=dict)  # prefix → [end, hidden], where pooling wants all positions
+
+
+class PackedAttention:
+    """Attention for one packed row, called once per layer."""
+
+    def __init__(self, runs: Sequence[Run], states: PrefixStates) -> None:
+        self._runs = runs
+        self._states = states
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        last_tile_only: bool = False,
+    ) -> Tensor:
+        """[R, heads * head size] for query [R, heads, head size] and key, value [R, KV heads, head size].
+
+        window: a position sees this many positions, itself included. softcap: scores are bent to ±softcap by tanh.
+        last_tile_only: only the rows of each sequence's last tile are computed. Rows of no sequence are 0.
+        """
+        out = query.new_zeros(*query.shape[:2], value.shape[-1])
+        for run in self._runs:
+            end = run.start + run.length
+            first, filling = run.start % TILE, -end % TILE  # cells of the first and last tile that are not the run's own
+            keys = _filled(self._with_context(self._states.keys, layer, run, key), 0, filling)
+            values = _filled(self._with_context(self._states.values, layer, run, value), 0, filling)
+            queries = _filled(run.of(query), first, filling)
+            results = run.of(out)
+            begin = (end - 1) // TILE * TILE if last_tile_only else run.start - first
+            for low in range(begin, end, TILE):
+                here = slice(low - run.start + first, low - run.start + first + TILE)
+                since = 0 if window is None else max(0, low - window + 1)
+                seen = slice(since, low + TILE)
+                tile = _attend(queries[:, here], keys[:, seen], values[:, seen], low - since, scale, window, softcap)
+                skip = max(run.start - low, 0)
+                own = slice(low + skip - run.start, min(low + TILE, end) - run.start)
+                results[:, own] = tile[:, skip : skip + own.stop - own.start]
+        return out.flatten(1)
+
+    def _with_context(self, states: dict[tuple[int, int], Tensor], layer: int, run: Run, own: Tensor) -> Tensor:
+        rows = run.of(own)
+        if run.context >= 0:
+            before = states[layer, run.context]
+            rows = torch.cat([before.expand(run.count, *before.shape), rows], 1)
+        if run.prefix >= 0:
+            states[layer, run.prefix] = rows[0].clone()  # not a view that keeps the whole row's memory
+        return rows
+
+
+def _filled(x: Tensor, before: int, after: int) -> Tensor:
+    """[n, before + m + after, heads, size] from [n, m, heads, size]; filled cells are 0."""
+    return F.pad(x, (0, 0, 0, 0, before, after)) if before or after else x
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, offset: int, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """[n, TILE, heads, size] for a tile of queries, the first of which stands at key `offset`."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    mask = _mask(offset, window, query.dtype, query.device)
+    if softcap is None:
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    else:
+        groups = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        scores = (q @ k.transpose(-1, -2)).float() * scale
+        scores = softcap * torch.tanh(scores / softcap) + mask
+        attended = torch.softmax(scores, -1).to(q.dtype) @ v
+    return attended.transpose(1, 2)
+
+
+_MASKS: dict[tuple[int | None, torch.dtype, torch.device], Tensor] = {}
+
+
+def _mask(offset: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[TILE, offset + TILE] to be added to scores: 0 where query i, at key `offset + i`, may see a key, else -inf.
+
+    All masks of a kind are the last columns of one: keys of earlier tiles, then a triangle.
+    """
+    whole = _MASKS.get((window, dtype, device))
+    if whole is None or whole.shape[1] < offset + TILE:
+        before = max(1_024, 1 << offset.bit_length()) if window is None else window
+        i = torch.arange(TILE, device=device)[:, None]
+        j = torch.arange(before + TILE, device=device) - before
+        sees = j <= i if window is None else (j <= i) & (i - j < window)
+        whole = torch.zeros(sees.shape, dtype=dtype, device=device).masked_fill_(~sees, float("-inf"))
+        _MASKS[window, dtype, device] = whole
+    return whole[:, whole.shape[1] - TILE - offset :]

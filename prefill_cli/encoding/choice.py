@@ -1,0 +1,113 @@
+"""Which encoder a run gets: the fast one where it knows the model and agrees with the plain one, else the plain one."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prefill_cli.encoding.decoders import UnsupportedModelError, choose_decoder
+from prefill_cli.encoding.encoder import Encoder, EncoderOptions
+from prefill_cli.encoding.plain import PlainEncoder
+from prefill_cli.encoding.prefill import PrefillEncoder
+from prefill_cli.errors import first_line
+
+log = logging.getLogger(__name__)
+Ids = npt.NDArray[np.int32]
+
+CHUNK = {"cpu": 512, "mps": 2_048, "cuda": 8_192}  # rows of a position-wise product, by device type
+# How far vectors of length 1 may lie apart, as 1 - cosine, and still be the same but for rounding.
+TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-3, "float16": 5e-4}
+CHECKED_PROMPTS = 3
+CHECKED_TOKENS = 160  # of each: enough for several tiles of attention, and a second or so of a small model
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of one prompt's fast and plain vector, both scaled to length 1."""
+
+    tokens: int
+    cosine: float
+    largest_difference: float  # of a component
+
+
+def choose_encoder(model: Any, options: EncoderOptions, prompts: Sequence[Ids]) -> Encoder:
+    """The fast encoder, if it gives some of the run's own `prompts` the vectors that the plain one gives them."""
+    plain = plain_encoder(model, options)
+    try:
+        fast = fast_encoder(model, plain, options)
+        worst = max((1 - c.cosine for c in compare(fast, plain, samples(prompts))), default=0.0)
+    except UnsupportedModelError as error:
+        log.warning("%s models go the plain way, which is slower: %s", model.config.model_type, error)
+        return plain
+    except Exception as error:  # whatever Transformers' own code or a compiler trips over
+        log.warning(
+            "the fast encoder fails on this %s model, which goes the plain way: %s",
+            model.config.model_type,
+            first_line(error),
+        )
+        return plain
+    if worst > TOLERANCE[options.dtype]:
+        log.warning(
+            "the fast encoder's vectors of this %s model differ from the plain one's (1 - cosine %.1e, allowed %.0e), so it "
+            "goes the plain way; prefill-score verify shows them",
+            model.config.model_type,
+            worst,
+            TOLERANCE[options.dtype],
+        )
+        return plain
+    return fast
+
+
+def plain_encoder(model: Any, options: EncoderOptions) -> PlainEncoder:
+    """Transformers' own forward pass over padded batches."""
+    return PlainEncoder(
+        model,
+        pooling=options.pooling,
+        dims=options.dims,
+        normalize=options.normalize,
+        max_batch_tokens=options.max_batch_tokens,
+    )
+
+
+def fast_encoder(model: Any, plain: PlainEncoder, options: EncoderOptions) -> PrefillEncoder:
+    """The packed one, compiled where the options say so.
+
+    Raises:
+        UnsupportedModelError: it does not know this model.
+    """
+    return PrefillEncoder(
+        choose_decoder(model, chunk=CHUNK[plain.device.type], compiled=options.compiled),
+        plain,
+        pooling=options.pooling,
+        dims=options.dims,
+        normalize=options.normalize,
+        max_batch_tokens=options.max_batch_tokens,
+        share=options.share,
+    )
+
+
+def samples(prompts: Sequence[Ids]) -> list[Ids]:
+    """Prompts for a check: the ends of some, and the longest without its last token or two, so that a prefix is shared."""
+    ends = sorted({ids[-CHECKED_TOKENS:].tobytes(): ids[-CHECKED_TOKENS:] for ids in prompts}.values(), key=len)
+    chosen = ends[:: max(1, len(ends) // CHECKED_PROMPTS)][: CHECKED_PROMPTS - 1] + ends[-1:]
+    return chosen + [chosen[-1][:-cut] for cut in (1, 2) if chosen and len(chosen[-1]) > cut]
+
+
+def compare(fast: Encoder, plain: Encoder, prompts: Sequence[Ids]) -> list[Comparison]:
+    """Vectors of `prompts` from `fast`, all together, and from `plain`, one at a time.
+
+    Prompts that the plain encoder has no finite vector for are left out.
+    """
+    found = []
+    together = fast.encode(prompts, lambda *_: None).vectors
+    for ids, ours in zip(prompts, together, strict=True):
+        theirs = plain.encode([ids], lambda *_: None).vectors[0]
+        if not np.isfinite(theirs).all():
+            continue
+        a, b = (v.astype(np.float64) / max(np.linalg.norm(v.astype(np.float64)), 1e-300) for v in (ours, theirs))
+        cosine = 1.0 if not (a.any() or b.any()) else float(a @ b)
+        found.append(Comparison(len(ids), cosine if np.isfinite(cosine) else -1.0, float(np.abs(a - b).max())))
+    return found

@@ -1,0 +1,238 @@
+"""The prefill engine: each distinct token of a shard goes through the model once, without padding.
+
+Equal prompts are encoded once; prefixes that many share are computed first, and their keys and values serve every
+prompt below them (prefix.py). What is left is packed end to end into rows (batching.py) that go through the layers
+with attention per prompt (attention.py, decoders.py). Rows run side by side, one thread each, because threads that
+share a product wait for the slowest at its end.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from prefill_cli.encoding.attention import PackedAttention, PrefixStates, Run
+from prefill_cli.encoding.batching import TokenLimit, halves, packed_batches
+from prefill_cli.encoding.decoders import Decoder, PackedRow
+from prefill_cli.encoding.encoder import Encoded, OnBatch
+from prefill_cli.encoding.loading import is_out_of_memory
+from prefill_cli.encoding.plain import PlainEncoder
+from prefill_cli.encoding.pooling import POOLINGS, finish
+from prefill_cli.encoding.prefix import Prefix, Sharing, nothing_shared, shared_prefixes
+
+Ids = npt.NDArray[np.int32]
+
+MAX_LANES = 8  # rows at work side by side on a CPU; more would queue for Python's interpreter lock
+ROWS_PER_LANE = 8  # so that no lane waits long for the last one
+
+
+class _Shard:
+    """What is being encoded: distinct prompts, the prefixes that they share, and the states of those."""
+
+    def __init__(self, prompts: Sequence[Ids], sharing: Sharing) -> None:
+        self.prompts = prompts
+        self.sharing = sharing
+        self.states = PrefixStates()
+        ends = np.array([0, *(prefix.end for prefix in sharing.prefixes)])
+        self.starts = ends[sharing.of_prompt + 1]  # [n] tokens that a prompt shares
+        self.lengths = np.fromiter(map(len, prompts), np.int64, len(prompts)) - self.starts  # [n] tokens of its own
+
+    def own_tokens(self, i: int) -> Ids:
+        return self.prompts[i][self.starts[i] :]
+
+    def with_context(self, run: Run, own: Tensor) -> Tensor:
+        """Hidden states of all positions, [start + length, hidden], from those of the last `length`."""
+        return own if run.context < 0 else torch.cat([self.states.hidden[run.context], own])
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Vectors [m, d] of the distinct prompts `members`, or None where the memory did not suffice."""
+
+    members: list[int]
+    vectors: npt.NDArray[np.float32] | None
+    computed_tokens: int
+
+
+class PrefillEncoder:
+    """An Encoder over packed rows. A vector that is not finite is tried once more by `plain`, alone and in float32.
+
+    decoder: the model's layers. pooling: last, mean or first. max_batch_tokens: tokens of a packed row, rounded to whole
+    chunks. share: whether equal prompts and shared prefixes are computed once; the vectors are the same bits either way.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        plain: PlainEncoder,
+        *,
+        pooling: str,
+        dims: int | None,
+        normalize: bool,
+        max_batch_tokens: int,
+        share: bool = True,
+    ) -> None:
+        self._decoder = decoder
+        self._plain = plain
+        self._pooling = pooling
+        self._dims = dims
+        self._normalize = normalize
+        self._limit = TokenLimit(max_batch_tokens)
+        self._share = share
+        cores = torch.get_num_threads()
+        self._lanes = min(cores, MAX_LANES) if plain.device.type == "cpu" else 1
+        self._pool = ThreadPoolExecutor(self._lanes, "prefill", torch.set_num_threads, (max(1, cores // self._lanes),))
+
+    def encode(self, input_ids: Sequence[Ids], on_batch: OnBatch) -> Encoded:
+        """See Encoder."""
+        of_row = np.arange(len(input_ids))
+        if self._share:
+            seen: dict[bytes, int] = {}
+            of_row = np.array([seen.setdefault(ids.tobytes(), len(seen)) for ids in input_ids], np.int64)
+        firsts = np.unique(of_row, return_index=True)[1]
+        prompts = [input_ids[i] for i in firsts]
+        copies = np.bincount(of_row, minlength=len(prompts))  # how often each of the distinct prompts occurs
+
+        shard = _Shard(prompts, shared_prefixes(prompts) if self._share else nothing_shared(len(prompts)))
+        computed = 0
+        for chain in _chains(shard.sharing.prefixes, self._row_tokens(shard)):
+            computed += self._pool.submit(self._compute_prefixes, shard, chain).result()
+        found: list[tuple[list[int], npt.NDArray[np.float32]]] = []
+        failed: list[int] = []
+        waiting = {
+            self._pool.submit(self._compute, shard, members)
+            for members in packed_batches(shard.lengths, self._row_tokens(shard))
+        }
+        try:
+            while waiting:
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                for part in (part for future in done for part in future.result()):
+                    computed += part.computed_tokens
+                    if part.vectors is None:
+                        failed += part.members
+                    else:
+                        found.append((part.members, part.vectors))
+                    rows = copies[part.members]
+                    on_batch(int(rows.sum()), int((rows * [len(prompts[i]) for i in part.members]).sum()))
+        finally:  # an error or an interrupt: what has not begun need not begin
+            for future in waiting:
+                future.cancel()
+        vectors = np.full((len(prompts), found[0][1].shape[1] if found else 0), np.nan, np.float32)
+        for members, part_vectors in found:
+            vectors[members] = part_vectors
+        retried = self._plain.retry(prompts, vectors, except_for=failed)
+        return Encoded(
+            vectors[of_row],
+            batches=len(found),
+            computed_tokens=computed + sum(len(prompts[i]) for i in retried),
+            retried_rows=int(copies[retried].sum()),
+            out_of_memory=np.flatnonzero(np.isin(of_row, failed)),
+        )
+
+    def _row_tokens(self, shard: _Shard) -> int:
+        """Tokens of a packed row: whole chunks, and few enough of them that every lane gets several rows."""
+        chunk = self._decoder.chunk
+        even = int(shard.lengths.sum()) // (self._lanes * ROWS_PER_LANE)
+        return max(chunk, min(self._limit.tokens, even + chunk) // chunk * chunk)
+
+    def _compute_prefixes(self, shard: _Shard, indices: Sequence[int]) -> int:
+        """Fill `shard.states` for some prefixes; returns the rows that it took."""
+        runs, start = [], 0
+        for i in indices:
+            prefix = shard.sharing.prefixes[i]
+            runs.append(Run(start, 1, len(prefix.input_ids), prefix.start, context=prefix.parent, prefix=i))
+            start = runs[-1].stop
+        ids = np.concatenate([shard.sharing.prefixes[i].input_ids for i in indices])
+        with torch.inference_mode():
+            hidden = self._forward(shard, runs, ids, wanted=[] if self._pooling == "last" else None)
+            if self._pooling != "last":
+                for run in runs:
+                    shard.states.hidden[run.prefix] = shard.with_context(run, hidden[run.row : run.stop])
+        return len(ids) + self._filling(len(ids))
+
+    def _compute(self, shard: _Shard, members: list[int]) -> list[_Part]:
+        """Vectors of some prompts; where memory runs out, in halves, and a prompt that does not fit alone has none."""
+        tokens = int(shard.lengths[members].sum())
+        if tokens <= self._limit.tokens or len(members) == 1:
+            try:
+                return [self._vectors(shard, members)]
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+            # Out of the except clause, whose error holds the tensors that filled the memory.
+            if self._plain.device.type == "cuda":
+                torch.cuda.empty_cache()
+            if len(members) == 1:
+                return [_Part(members, None, 0)]
+            self._limit.lower(tokens, self._decoder.chunk)
+        return [part for half in halves(members) for part in self._compute(shard, half)]
+
+    def _vectors(self, shard: _Shard, members: list[int]) -> _Part:
+        # Prompts of one shape lie side by side and are one run.
+        def shape(i: int) -> tuple[int, int]:
+            return int(shard.sharing.of_prompt[i]), int(shard.lengths[i])
+
+        members = sorted(members, key=shape)
+        runs, start = [], 0
+        for (context, length), same in groupby(members, key=shape):
+            begin = shard.sharing.prefixes[context].end if context >= 0 else 0
+            runs.append(Run(start, len(list(same)), length, begin, context))
+            start = runs[-1].stop
+        ids = np.concatenate([shard.own_tokens(i) for i in members])
+        ends = [row + run.length - 1 for run in runs for row in range(run.row, run.stop, run.length)]
+        with torch.inference_mode():
+            hidden = self._forward(shard, runs, ids, wanted=ends if self._pooling == "last" else None)
+            if self._pooling == "last":
+                pooled = hidden.float()
+            else:
+                pool = POOLINGS[self._pooling]
+                whole = (
+                    shard.with_context(run, hidden[row : row + run.length])[None]
+                    for run in runs
+                    for row in range(run.row, run.stop, run.length)
+                )
+                pooled = torch.cat([pool(x, torch.tensor([x.shape[1]], device=x.device)) for x in whole])
+            vectors = finish(pooled, self._dims, self._normalize).numpy()
+        return _Part(members, vectors, len(ids) + self._filling(len(ids)))
+
+    def _forward(self, shard: _Shard, runs: list[Run], ids: Ids, wanted: list[int] | None) -> Tensor:
+        """Hidden states of the wanted rows (None: all) of runs that lie end to end."""
+        filling = self._filling(len(ids))
+        positions = [np.tile(np.arange(run.start, run.start + run.length), run.count) for run in runs]
+
+        def on_device(array: Any) -> Tensor:
+            tensor = torch.from_numpy(np.asarray(array, np.int64))
+            cuda = self._plain.device.type == "cuda"
+            return (tensor.pin_memory() if cuda else tensor).to(self._plain.device, non_blocking=cuda)
+
+        return self._decoder(
+            PackedRow(
+                input_ids=on_device(np.pad(ids, (0, filling))),
+                positions=on_device(np.pad(np.concatenate(positions), (0, filling))),
+                attention=PackedAttention(runs, shard.states),
+                wanted=None if wanted is None else on_device(wanted),
+            )
+        )
+
+    def _filling(self, tokens: int) -> int:
+        return -tokens % self._decoder.chunk
+
+
+def _chains(prefixes: Sequence[Prefix], row_tokens: int) -> Iterator[list[int]]:
+    """Indices of prefixes that are computed in one row, in their order: parents first."""
+    indices: list[int] = []
+    tokens = 0
+    for i, prefix in enumerate(prefixes):
+        if indices and tokens + len(prefix.input_ids) > row_tokens:
+            yield indices
+            indices, tokens = [], 0
+        indices.append(i)
+        tokens += len(prefix.input_ids)
+    if indices:
+        yield indices
