@@ -6,16 +6,23 @@ begins or ends inside a tile, the tile is filled up. So the shape of a call depe
 it the kernel and the order of every sum: a position's bits are the same in any prompt that begins with the same tokens,
 alone, among neighbours, and computed as part of a shared prefix. Exact shapes would save about 10 % of attention, but
 their bits differ: a kernel for 57 queries is another than that for 64.
+
+In bfloat16 on a CPU with tile units the same is done by a kernel of this project's own (attention.cpp, kernel.py) in
+about half the time, where compiling is wanted.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from prefill_cli.encoding.kernel import Kernel
+
 TILE = 64
+NO_WINDOW = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -59,9 +66,16 @@ class PrefixStates:
 class PackedAttention:
     """Attention for one packed row, called once per layer."""
 
-    def __init__(self, runs: Sequence[Run], states: PrefixStates) -> None:
+    def __init__(self, runs: Sequence[Run], states: PrefixStates, kernel: Kernel | None = None) -> None:
         self._runs = runs
         self._states = states
+        self._kernel = kernel
+        if kernel:
+            sequences = [(run.row + i * run.length, run) for run in runs for i in range(run.count)]
+            # What attention.cpp calls a Sequence: row, length, start, then addresses that differ by layer.
+            self._sequences = np.array([(row, run.length, run.start, 0, 0) for row, run in sequences], np.int64)
+            contexts = np.array([run.context for _, run in sequences])
+            self._contexts, self._context_of = np.unique(contexts, return_inverse=True)
 
     def __call__(
         self,
@@ -80,13 +94,16 @@ class PackedAttention:
         window: a position sees this many positions, itself included. softcap: scores are bent to ±softcap by tanh.
         last_tile_only: only the rows of each sequence's last tile are computed. Rows of no sequence are 0.
         """
+        size = query.shape[-1]
+        if self._kernel and query.dtype == torch.bfloat16 and not softcap and not size % 32 and value.shape[-1] == size:
+            return self._by_kernel(self._kernel, layer, query, key, value, scale, window, last_tile_only)
         out = query.new_zeros(*query.shape[:2], value.shape[-1])
         for run in self._runs:
             end = run.start + run.length
             first, filling = run.start % TILE, -end % TILE  # cells of the first and last tile that are not the run's own
-            keys = _filled(self._with_context(self._states.keys, layer, run, key), 0, filling)
-            values = _filled(self._with_context(self._states.values, layer, run, value), 0, filling)
-            queries = _filled(run.of(query), first, filling)
+            keys = self._with_context(self._states.keys, layer, run, key, filling)
+            values = self._with_context(self._states.values, layer, run, value, filling)
+            queries = F.pad(run.of(query), (0, 0, 0, 0, first, filling)) if first or filling else run.of(query)
             results = run.of(out)
             begin = (end - 1) // TILE * TILE if last_tile_only else run.start - first
             for low in range(begin, end, TILE):
@@ -99,19 +116,55 @@ class PackedAttention:
                 results[:, own] = tile[:, skip : skip + own.stop - own.start]
         return out.flatten(1)
 
-    def _with_context(self, states: dict[tuple[int, int], Tensor], layer: int, run: Run, own: Tensor) -> Tensor:
-        rows = run.of(own)
+    def _by_kernel(
+        self,
+        kernel: Kernel,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        last: bool,
+    ) -> Tensor:
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        states = self._states
+        for run in self._runs:
+            if run.prefix >= 0:
+                self._with_context(states.keys, layer, run, key, 0)
+                self._with_context(states.values, layer, run, value, 0)
+        sequences = self._sequences.copy()
+        for column, kept in ((3, states.keys), (4, states.values)):
+            addresses = [kept[layer, int(c)].data_ptr() if c >= 0 else 0 for c in self._contexts]
+            sequences[:, column] = np.array(addresses, np.int64)[self._context_of]
+        out = torch.zeros_like(query)
+        tensors = (query, key, value, out)
+        kernel(
+            *(tensor.data_ptr() for tensor in tensors),
+            *(tensor.stride(0) for tensor in tensors[:3]),
+            sequences.ctypes.data,
+            len(sequences),
+            query.shape[1],
+            key.shape[1],
+            query.shape[2],
+            scale,
+            window or NO_WINDOW,
+            last,
+        )
+        return out.flatten(1)
+
+    def _with_context(
+        self, states: dict[tuple[int, int], Tensor], layer: int, run: Run, packed: Tensor, filling: int
+    ) -> Tensor:
+        """Keys or values of all positions of a run, [count, start + length + filling, KV heads, head size]."""
+        own = run.of(packed)
+        parts = [own, own.new_zeros(1, filling, *own.shape[2:])]
         if run.context >= 0:
-            before = states[layer, run.context]
-            rows = torch.cat([before.expand(run.count, *before.shape), rows], 1)
+            parts.insert(0, states[layer, run.context][None])
+        whole = torch.cat([part.expand(run.count, -1, -1, -1) for part in parts], 1)
         if run.prefix >= 0:
-            states[layer, run.prefix] = rows[0].clone()  # not a view that keeps the whole row's memory
-        return rows
-
-
-def _filled(x: Tensor, before: int, after: int) -> Tensor:
-    """[n, before + m + after, heads, size] from [n, m, heads, size]; filled cells are 0."""
-    return F.pad(x, (0, 0, 0, 0, before, after)) if before or after else x
+            states[layer, run.prefix] = whole[0, : run.start + run.length].clone()  # no view: it is kept, the rest is not
+        return whole
 
 
 def _attend(

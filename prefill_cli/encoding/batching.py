@@ -46,20 +46,28 @@ def padded_batches(lengths: npt.NDArray[np.int64], max_batch_tokens: int) -> Ite
         start += rows
 
 
-def packed_batches(lengths: npt.NDArray[np.int64], max_batch_tokens: int) -> Iterator[list[int]]:
+def packed_batches(
+    lengths: npt.NDArray[np.int64], max_batch_tokens: int, *, chunk: int = 1, lanes: int = 1
+) -> Iterator[list[int]]:
     """Rows of each batch, so that the sum of their lengths stays within the budget and comes close to it.
 
     Each batch begins with the longest prompt that is left and is filled with the longest that still fit (best-fit
-    decreasing), so that all batches but the last few are full almost to the token. A prompt above the budget goes
-    alone. The plan depends on the lengths and the budget only.
+    decreasing), so that all but the last few are full almost to the token. A prompt above the budget goes alone. Towards
+    the end batches become smaller, in steps of `chunk` tokens, so that several `lanes` that take one after another end
+    together (guided self-scheduling, Polychronopoulos and Kuck 1987). The plan depends on the arguments only.
 
     lengths: [n] tokens. Yields lists of positions in `lengths`; together they hold each position once.
     """
     left = [int(i) for i in np.argsort(lengths, kind="stable")]
     tokens = [int(lengths[i]) for i in left]  # ascending, beside `left`
+    sum_left = sum(tokens)
     while left:
-        batch, room = [left.pop()], max_batch_tokens - tokens.pop()
+        share = sum_left // (2 * lanes) if lanes > 1 else max_batch_tokens
+        room = max(chunk, min(share, max_batch_tokens) // chunk * chunk)
+        sum_left -= room
+        batch, room = [left.pop()], room - tokens.pop()
         while (fits := bisect_right(tokens, room)) > 0:
             room -= tokens.pop(fits - 1)
             batch.append(left.pop(fits - 1))
+        sum_left += room
         yield batch

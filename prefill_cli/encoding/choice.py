@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from prefill_cli.encoding.decoders import UnsupportedModelError, choose_decoder
 from prefill_cli.encoding.encoder import Encoder, EncoderOptions
+from prefill_cli.encoding.kernel import load_kernel
 from prefill_cli.encoding.plain import PlainEncoder
 from prefill_cli.encoding.prefill import PrefillEncoder
 from prefill_cli.errors import first_line
@@ -17,7 +18,7 @@ from prefill_cli.errors import first_line
 log = logging.getLogger(__name__)
 Ids = npt.NDArray[np.int32]
 
-CHUNK = {"cpu": 512, "mps": 2_048, "cuda": 8_192}  # rows of a position-wise product, by device type
+CHUNK = {"cpu": 1_024, "mps": 2_048, "cuda": 8_192}  # rows of a position-wise product, by device type
 # How far vectors of length 1 may lie apart, as 1 - cosine, and still be the same but for rounding.
 TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-3, "float16": 5e-4}
 CHECKED_PROMPTS = 3
@@ -86,6 +87,7 @@ def fast_encoder(model: Any, plain: PlainEncoder, options: EncoderOptions) -> Pr
         normalize=options.normalize,
         max_batch_tokens=options.max_batch_tokens,
         share=options.share,
+        kernel=load_kernel() if options.compiled and plain.device.type == "cpu" and options.dtype == "bfloat16" else None,
     )
 
 

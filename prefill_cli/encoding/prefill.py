@@ -6,6 +6,7 @@ with attention per prompt (attention.py, decoders.py). Rows run side by side, on
 share a product wait for the slowest at its end.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -21,15 +22,16 @@ from prefill_cli.encoding.attention import PackedAttention, PrefixStates, Run
 from prefill_cli.encoding.batching import TokenLimit, halves, packed_batches
 from prefill_cli.encoding.decoders import Decoder, PackedRow
 from prefill_cli.encoding.encoder import Encoded, OnBatch
+from prefill_cli.encoding.kernel import Kernel
 from prefill_cli.encoding.loading import is_out_of_memory
 from prefill_cli.encoding.plain import PlainEncoder
 from prefill_cli.encoding.pooling import POOLINGS, finish
 from prefill_cli.encoding.prefix import Prefix, Sharing, nothing_shared, shared_prefixes
 
+log = logging.getLogger(__name__)
 Ids = npt.NDArray[np.int32]
 
-MAX_LANES = 8  # rows at work side by side on a CPU; more would queue for Python's interpreter lock
-ROWS_PER_LANE = 8  # so that no lane waits long for the last one
+MAX_LANES = 32  # rows at work side by side on a CPU; more would queue for Python's interpreter lock
 
 
 class _Shard:
@@ -57,7 +59,7 @@ class _Part:
 
     members: list[int]
     vectors: npt.NDArray[np.float32] | None
-    computed_tokens: int
+    rows: int  # of the packed row, filling included
 
 
 class PrefillEncoder:
@@ -65,6 +67,7 @@ class PrefillEncoder:
 
     decoder: the model's layers. pooling: last, mean or first. max_batch_tokens: tokens of a packed row, rounded to whole
     chunks. share: whether equal prompts and shared prefixes are computed once; the vectors are the same bits either way.
+    kernel: attention's own, where there is one.
     """
 
     def __init__(
@@ -77,8 +80,10 @@ class PrefillEncoder:
         normalize: bool,
         max_batch_tokens: int,
         share: bool = True,
+        kernel: Kernel | None = None,
     ) -> None:
         self._decoder = decoder
+        self._kernel = kernel
         self._plain = plain
         self._pooling = pooling
         self._dims = dims
@@ -95,66 +100,62 @@ class PrefillEncoder:
         if self._share:
             seen: dict[bytes, int] = {}
             of_row = np.array([seen.setdefault(ids.tobytes(), len(seen)) for ids in input_ids], np.int64)
-        firsts = np.unique(of_row, return_index=True)[1]
-        prompts = [input_ids[i] for i in firsts]
+        prompts = [input_ids[i] for i in np.unique(of_row, return_index=True)[1]]
         copies = np.bincount(of_row, minlength=len(prompts))  # how often each of the distinct prompts occurs
 
-        shard = _Shard(prompts, shared_prefixes(prompts) if self._share else nothing_shared(len(prompts)))
-        computed = 0
-        for chain in _chains(shard.sharing.prefixes, self._row_tokens(shard)):
-            computed += self._pool.submit(self._compute_prefixes, shard, chain).result()
-        found: list[tuple[list[int], npt.NDArray[np.float32]]] = []
-        failed: list[int] = []
-        waiting = {
-            self._pool.submit(self._compute, shard, members)
-            for members in packed_batches(shard.lengths, self._row_tokens(shard))
-        }
+        shard, parts = self._begin(prompts)
+        for part in parts:
+            self._tell(part, copies, prompts, on_batch)
+        left = np.setdiff1d(np.arange(len(prompts)), [i for part in parts for i in part.members])
+        plan = packed_batches(shard.lengths[left], self._limit.tokens, chunk=self._decoder.chunk, lanes=self._lanes)
+        waiting = {self._pool.submit(self._compute, shard, left[batch].tolist()) for batch in plan}
         try:
             while waiting:
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                 for part in (part for future in done for part in future.result()):
-                    computed += part.computed_tokens
-                    if part.vectors is None:
-                        failed += part.members
-                    else:
-                        found.append((part.members, part.vectors))
-                    rows = copies[part.members]
-                    on_batch(int(rows.sum()), int((rows * [len(prompts[i]) for i in part.members]).sum()))
+                    parts.append(part)
+                    self._tell(part, copies, prompts, on_batch)
         finally:  # an error or an interrupt: what has not begun need not begin
             for future in waiting:
                 future.cancel()
-        vectors = np.full((len(prompts), found[0][1].shape[1] if found else 0), np.nan, np.float32)
-        for members, part_vectors in found:
+
+        computed = [(part.members, part.vectors) for part in parts if part.vectors is not None]
+        failed = [i for part in parts if part.vectors is None for i in part.members]
+        vectors = np.full((len(prompts), computed[0][1].shape[1] if computed else 0), np.nan, np.float32)
+        for members, part_vectors in computed:
             vectors[members] = part_vectors
         retried = self._plain.retry(prompts, vectors, except_for=failed)
         return Encoded(
             vectors[of_row],
-            batches=len(found),
-            computed_tokens=computed + sum(len(prompts[i]) for i in retried),
+            batches=len(computed),
+            computed_tokens=sum(part.rows for part in parts) + sum(len(prompts[i]) for i in retried),
             retried_rows=int(copies[retried].sum()),
             out_of_memory=np.flatnonzero(np.isin(of_row, failed)),
         )
 
-    def _row_tokens(self, shard: _Shard) -> int:
-        """Tokens of a packed row: whole chunks, and few enough of them that every lane gets several rows."""
-        chunk = self._decoder.chunk
-        even = int(shard.lengths.sum()) // (self._lanes * ROWS_PER_LANE)
-        return max(chunk, min(self._limit.tokens, even + chunk) // chunk * chunk)
+    @staticmethod
+    def _tell(part: _Part, copies: npt.NDArray[np.int64], prompts: Sequence[Ids], on_batch: OnBatch) -> None:
+        rows = copies[part.members]
+        on_batch(int(rows.sum()), int((rows * [len(prompts[i]) for i in part.members]).sum()))
 
-    def _compute_prefixes(self, shard: _Shard, indices: Sequence[int]) -> int:
-        """Fill `shard.states` for some prefixes; returns the rows that it took."""
-        runs, start = [], 0
-        for i in indices:
-            prefix = shard.sharing.prefixes[i]
-            runs.append(Run(start, 1, len(prefix.input_ids), prefix.start, context=prefix.parent, prefix=i))
-            start = runs[-1].stop
-        ids = np.concatenate([shard.sharing.prefixes[i].input_ids for i in indices])
-        with torch.inference_mode():
-            hidden = self._forward(shard, runs, ids, wanted=[] if self._pooling == "last" else None)
-            if self._pooling != "last":
-                for run in runs:
-                    shard.states.hidden[run.prefix] = shard.with_context(run, hidden[run.row : run.stop])
-        return len(ids) + self._filling(len(ids))
+    def _begin(self, prompts: Sequence[Ids]) -> tuple[_Shard, list[_Part]]:
+        """The shard with its prefixes computed, and prompts that filled up their row."""
+        if not self._share:
+            return _Shard(prompts, nothing_shared(len(prompts))), []
+        shard, parts = _Shard(prompts, shared_prefixes(prompts)), []
+        prefixes = shard.sharing.prefixes
+        try:
+            for chain in _chains(prefixes, self._limit.tokens):
+                room = self._filling(sum(len(prefixes[i].input_ids) for i in chain))
+                fitting = np.flatnonzero(shard.lengths <= room) if chain[-1] == len(prefixes) - 1 else np.empty(0, int)
+                members = fitting[next(packed_batches(shard.lengths[fitting], room), [])].tolist()
+                parts.append(self._pool.submit(self._vectors, shard, members, chain).result())
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            log.warning("out of memory for the prefixes that prompts share; they are computed with every prompt")
+            return _Shard(prompts, nothing_shared(len(prompts))), []
+        return shard, parts
 
     def _compute(self, shard: _Shard, members: list[int]) -> list[_Part]:
         """Vectors of some prompts; where memory runs out, in halves, and a prompt that does not fit alone has none."""
@@ -173,31 +174,37 @@ class PrefillEncoder:
             self._limit.lower(tokens, self._decoder.chunk)
         return [part for half in halves(members) for part in self._compute(shard, half)]
 
-    def _vectors(self, shard: _Shard, members: list[int]) -> _Part:
-        # Prompts of one shape lie side by side and are one run.
+    def _vectors(self, shard: _Shard, members: list[int], prefixes: Sequence[int] = ()) -> _Part:
+        """Vectors of some prompts, in one packed row. Before them in the row: prefixes whose states are to be filled."""
+
         def shape(i: int) -> tuple[int, int]:
             return int(shard.sharing.of_prompt[i]), int(shard.lengths[i])
 
-        members = sorted(members, key=shape)
+        members = sorted(members, key=shape)  # prompts of one shape lie side by side and are one run
         runs, start = [], 0
+        for i in prefixes:
+            prefix = shard.sharing.prefixes[i]
+            runs.append(Run(start, 1, len(prefix.input_ids), prefix.start, context=prefix.parent, prefix=i))
+            start = runs[-1].stop
         for (context, length), same in groupby(members, key=shape):
             begin = shard.sharing.prefixes[context].end if context >= 0 else 0
             runs.append(Run(start, len(list(same)), length, begin, context))
             start = runs[-1].stop
-        ids = np.concatenate([shard.own_tokens(i) for i in members])
-        ends = [row + run.length - 1 for run in runs for row in range(run.row, run.stop, run.length)]
+        ids = np.concatenate(
+            [shard.sharing.prefixes[i].input_ids for i in prefixes] + [shard.own_tokens(i) for i in members]
+        )
+        begins = [(run, row) for run in runs[len(prefixes) :] for row in range(run.row, run.stop, run.length)]
         with torch.inference_mode():
-            hidden = self._forward(shard, runs, ids, wanted=ends if self._pooling == "last" else None)
             if self._pooling == "last":
-                pooled = hidden.float()
+                pooled = self._forward(shard, runs, ids, wanted=[row + run.length - 1 for run, row in begins]).float()
             else:
+                hidden = self._forward(shard, runs, ids, wanted=None)
+                for run in runs[: len(prefixes)]:
+                    shard.states.hidden[run.prefix] = shard.with_context(run, hidden[run.row : run.stop])
                 pool = POOLINGS[self._pooling]
-                whole = (
-                    shard.with_context(run, hidden[row : row + run.length])[None]
-                    for run in runs
-                    for row in range(run.row, run.stop, run.length)
-                )
-                pooled = torch.cat([pool(x, torch.tensor([x.shape[1]], device=x.device)) for x in whole])
+                whole = [shard.with_context(run, hidden[row : row + run.length])[None] for run, row in begins]
+                empty = hidden[:0].float()
+                pooled = torch.cat([empty, *(pool(x, torch.tensor([x.shape[1]], device=x.device)) for x in whole)])
             vectors = finish(pooled, self._dims, self._normalize).numpy()
         return _Part(members, vectors, len(ids) + self._filling(len(ids)))
 
@@ -215,7 +222,7 @@ class PrefillEncoder:
             PackedRow(
                 input_ids=on_device(np.pad(ids, (0, filling))),
                 positions=on_device(np.pad(np.concatenate(positions), (0, filling))),
-                attention=PackedAttention(runs, shard.states),
+                attention=PackedAttention(runs, shard.states, self._kernel),
                 wanted=None if wanted is None else on_device(wanted),
             )
         )

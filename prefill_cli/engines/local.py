@@ -3,12 +3,14 @@
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, TypeVar
 
 from prefill_cli.data.inputs import Shard
 from prefill_cli.data.staging import Receipt
 from prefill_cli.job import Job
 from prefill_cli.pipeline import Progress, Worker
+
+T = TypeVar("T")
 
 
 class _StoppedError(Exception):
@@ -40,18 +42,11 @@ def run_shards(job: Job, shards: Sequence[Shard], progress: Progress) -> Iterato
                 read = ahead.result()
                 ahead = reader.submit(worker.read, following) if following else reader.submit(lambda: None)
                 encoding = encoder.submit(worker.encode, read, on_batch)
-                waiting: set[Future[Any]] = {ahead, encoding} | ({behind[1]} if behind else set())
-                while not encoding.done():
-                    done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        future.result()
-                    if behind and behind[1].done():
-                        yield behind[0], behind[1].result()
-                        behind = None
-                vectors = encoding.result()
-                progress.advance(read.shard.rows - len(read.rows.input_ids), 0)
                 if behind:
-                    yield behind[0], behind[1].result()
+                    yield behind[0], _result(behind[1], encoding, ahead)
+                    behind = None
+                vectors = _result(encoding, ahead)
+                progress.advance(read.shard.rows - len(read.rows.input_ids), 0)
                 behind = read.shard, finisher.submit(worker.finish, vectors)
             if behind:
                 yield behind[0], behind[1].result()
@@ -61,3 +56,13 @@ def run_shards(job: Job, shards: Sequence[Shard], progress: Progress) -> Iterato
             raise
         finally:
             stop.set()
+
+
+def _result(wanted: Future[T], *others: Future[Any]) -> T:
+    """What `wanted` comes to; an error of the others is raised as soon as it is there."""
+    waiting: set[Future[Any]] = {wanted, *others}
+    while not wanted.done():
+        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+        for future in done:
+            future.result()
+    return wanted.result()
