@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from prefill_cli import __version__, console
 from prefill_cli.config import RunConfig, option, resolve
-from prefill_cli.errors import Interrupted, PrefillScoreError
+from prefill_cli.errors import Interrupted, ModelError, PrefillScoreError
 
 ClickError: type[Any] = typer.BadParameter.__mro__[2]  # ClickException: click's own or Typer's copy of it, by version
 
@@ -265,14 +265,29 @@ def inspect(
         raise typer.Exit(next((f.exit_code for f in findings if f.exit_code), 0))
 
 
-@app.command(cls=SectionedHelp, short_help="Time this tool against the plain loop.")
+Prompts = Annotated[
+    list[str] | None, typer.Argument(metavar="[INPUT]", help="Parquet files with prompts.", show_default="made up")
+]
+Model = Annotated[Text, typer.Option("--model", "-m", help="Folder or hub name of a causal LM.")]
+Dtype = Annotated[Text, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[Text, typer.Option("--device", help="auto, cpu, cuda, cuda:N or mps.")]
+BatchTokens = Annotated[Text, typer.Option("--max-batch-tokens", help="Token budget of a forward pass.")]
+Compile = Annotated[Switch, typer.Option("--compile/--no-compile", help="Compile the layers (where it is worth it).")]
+
+
+@app.command(cls=SectionedHelp, short_help="Time this tool against what people use instead.")
 def bench(
-    inputs: Annotated[list[str], typer.Argument(metavar="INPUT", help="Parquet files with prompts.")],
-    model: Annotated[Text, typer.Option("--model", "-m", help="Folder or hub name of a causal LM.")] = None,
-    dtype: Annotated[Text, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = None,
-    max_batch_tokens: Annotated[Text, typer.Option("--max-batch-tokens", help="Token budget of a forward pass.")] = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="How many prompts from the beginning.")] = 512,
+    inputs: Prompts = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    max_batch_tokens: BatchTokens = None,
+    compile: Compile = None,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="How many prompts from the beginning.")] = 256,
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Passes of each way; the best one counts.")] = 3,
+    peer: Annotated[
+        list[str] | None, typer.Option("--peer", help="Also sentence-transformers or vllm, where installed.")
+    ] = None,
     config: ConfigFile = None,
     json: Json = False,
 ) -> None:
@@ -284,11 +299,46 @@ def bench(
     """
     with exits():
         console.listen()
-        given = {"inputs": inputs, "model": model, "dtype": dtype, "max_batch_tokens": max_batch_tokens}
+        given = {
+            "inputs": inputs or [], "model": model, "dtype": dtype, "device": device, "max_batch_tokens": max_batch_tokens,
+            "compile": compile,
+        }  # fmt: skip
         settings = resolve(given, config, needs=("model",))
         from prefill_cli.tools import bench as tool
 
-        console.print_bench(tool.bench(settings, rows, repeat), json)
+        console.print_bench(tool.bench(settings, rows, repeat, peer or ()), json)
+
+
+@app.command(cls=SectionedHelp, short_help="Hold the fast encoder to plain Transformers.")
+def verify(
+    inputs: Prompts = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    max_batch_tokens: BatchTokens = None,
+    compile: Compile = None,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="How many prompts from the beginning.")] = 32,
+    config: ConfigFile = None,
+    json: Json = False,
+) -> None:
+    """Encode prompts with the fast encoder and with plain Transformers one at a time, and show the differences.
+
+    Exits with 5 where they are more than rounding. A run does the same with a few prompts at its start.
+
+    Example: prefill-score verify prompts.parquet -m ./model
+    """
+    with exits():
+        console.listen()
+        given = {
+            "inputs": inputs or [], "model": model, "dtype": dtype, "device": device, "max_batch_tokens": max_batch_tokens,
+            "compile": compile,
+        }  # fmt: skip
+        settings = resolve(given, config, needs=("model",))
+        from prefill_cli.tools import verify as tool
+
+        found = tool.verify(settings, rows)
+        console.print_verified(found, json)
+        raise typer.Exit(ModelError.exit_code if found["status"] == "different" else 0)
 
 
 def _version(wanted: bool) -> None:

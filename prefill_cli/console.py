@@ -213,11 +213,40 @@ def print_bench(measured: dict[str, Any], as_json: bool) -> None:
 
         table = Table(box=None, pad_edge=False)
         table.add_column("")
-        for name in ("seconds", "tokens/s", "cells per token", "ratio"):
+        for name in ("seconds", "tokens/s", "cells per token", "takes"):
             table.add_column(name, justify="right")
-        own = next(iter(measured["ways"].values()))["tokens_per_sec"]
         for name, way in measured["ways"].items():
-            ratio = own / way["tokens_per_sec"]
-            table.add_row(name, f"{way['sec']:.3f}", f"{way['tokens_per_sec']:,}", f"{way['padding']:.2f}", f"{ratio:.2f}x")
+            padding = "" if way["padding"] is None else f"{way['padding']:.2f}"
+            table.add_row(name, f"{way['sec']:.3f}", f"{way['tokens_per_sec']:,}", padding, f"{way['ratio']:.2f}x")
+        decoding = measured["decoding"]
+        table.add_row(f"generating {decoding['ids']} ids", "", "", "", f"{decoding['ratio']:,.0f}x")
         rich_console().print(table)
+        before = f"{measured['start_sec']:.1f} s of loading, {measured['first_batch_sec']:.1f} s of compiling and checking"
+        facts = {
+            "prompts": f"{measured['rows']:,} of {measured['tokens']:,} tokens",
+            "encoder": f"{measured['encoder']}{', compiled' if measured['compiled'] else ''}",
+            "on": f"{measured['device']}, {measured['dtype']}, {measured['threads']} threads",
+            "before the first": before,
+            "products' rate": f"{measured['mfu']:.0%} of {measured['product_flops_per_sec'] / 1e12:.2f} TFLOP/s",
+            "peak memory": f"{measured['peak_rss_bytes'] / 1e6:,.0f} MB",
+        }
+        print_table(list(facts.items()))
     give(json.dumps(measured, ensure_ascii=False))
+
+
+def print_verified(found: dict[str, Any], as_json: bool) -> None:
+    """What `verify` found: a table on a terminal, one JSON object otherwise."""
+    if as_json or not on_terminal(sys.stdout):
+        give(json.dumps(found, ensure_ascii=False))
+        return
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("tokens", "1 - cosine", "largest difference"):
+        table.add_column(name, justify="right")
+    for prompt in found["prompts"]:
+        table.add_row(f"{prompt['tokens']:,}", f"{1 - prompt['cosine']:.1e}", f"{prompt['largest_difference']:.1e}")
+    rich_console().print(table)
+    print_table(
+        [(name, str(found[name])) for name in ("status", "why", "model_type", "device", "dtype", "tolerance") if found[name]]
+    )

@@ -4,24 +4,78 @@ import json
 
 import pytest
 from conftest import random_prompts, write_prompts
+from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
 from typer.testing import CliRunner
 
 from prefill_cli import cli
+from prefill_cli.encoding import decoders
+from prefill_cli.encoding.choice import CHUNK
 from prefill_cli.errors import InputError
 from prefill_cli.tools.bench import bench
+from prefill_cli.tools.workload import INSTRUCTION, synthetic_prompts
 
 
 def test_every_way_computes_the_same_tokens_and_states_its_padding(job):
     measured = bench(job.config(max_batch_tokens=1), rows=20, repeat=2)
     tokens = sum(len(prompt.split()) + 1 for prompt in job.prompts[:20])
     assert (measured["rows"], measured["tokens"], measured["device"], measured["dtype"]) == (20, tokens, "cpu", "float32")
+    assert (measured["encoder"], measured["compiled"]) == ("packed", False)
     longest = max(len(prompt.split()) + 1 for prompt in job.prompts[:20])
     padding = {name: way["padding"] for name, way in measured["ways"].items()}
-    # A budget of one token leaves every prompt alone and so unpadded; the loop pads its 20 to the longest.
-    loop = round(20 * longest / tokens, 3)
-    assert padding == {"prefill-score": 1.0, "loop, arrival order": loop, "loop, sorted": loop}
+    # Packed, everything fits one chunk of rows, the least budget; one token leaves every padded prompt alone, and so
+    # unpadded; the loop pads its 20 to the longest.
+    loop, chunk = round(20 * longest / tokens, 3), round(CHUNK["cpu"] / tokens, 3)
+    assert padding == {
+        "prefill-score": chunk, "prefill-score, nothing shared": chunk, "padded batches": 1.0,
+        "loop, sorted": loop, "loop, arrival order": loop,
+    }  # fmt: skip
     for way in measured["ways"].values():
         assert way["tokens_per_sec"] == pytest.approx(tokens / way["sec"], rel=0.05)
+        assert way["ratio"] == pytest.approx(way["sec"] / measured["ways"]["prefill-score"]["sec"], abs=2e-3)
+    assert 0 < measured["mfu"] < 1.5
+    assert measured["decoding"]["ids"] == job.config().top_k
+    assert measured["decoding"]["sec_per_prompt"] > job.config().top_k * measured["decoding"]["step_sec"]
+
+
+def test_without_an_input_prompts_are_made_up(job):
+    done = CliRunner().invoke(cli.app, ["bench", "-m", str(job.model), "--rows", "3", "--repeat", "1"])
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["rows"] == 3
+    texts = synthetic_prompts(48)
+    assert texts == synthetic_prompts(48)
+    assert len(set(texts)) < len(texts), "new members of a country have the same prompt"
+    assert all(text.startswith(INSTRUCTION) for text in texts)
+
+
+def test_a_peer_that_is_not_installed_says_how_it_is(job, tmp_path):
+    line = ["bench", str(job.inputs), "-m", str(job.model), "--rows", "3", "--repeat", "1", "--peer"]
+    done = CliRunner().invoke(cli.app, [*line, "vllm"])
+    assert (done.exit_code, "pip install vllm" in done.stderr) == (2, True)
+    done = CliRunner().invoke(cli.app, [*line, "vlm"])
+    assert (done.exit_code, "sentence-transformers or vllm" in done.stderr) == (2, True)
+
+
+def test_verify_shows_the_differences_and_exits_by_them(job, monkeypatch):
+    line = ["verify", str(job.inputs), "-m", str(job.model), "--rows", "9", "--dtype", "float32"]
+    done = CliRunner().invoke(cli.app, line)
+    found = json.loads(done.stdout)
+    assert (done.exit_code, found["status"], found["model_type"], len(found["prompts"])) == (0, "same", "llama", 9)
+    assert found["largest_difference"] < 1e-5
+    rotate = decoders._rotate
+    monkeypatch.setattr(decoders, "_rotate", lambda x, cos, sin: rotate(x, cos, -sin))
+    done = CliRunner().invoke(cli.app, line)
+    assert (done.exit_code, json.loads(done.stdout)["status"]) == (5, "different")
+
+
+def test_verify_of_a_model_without_a_fast_encoder_says_why(job, tmp_path):
+    folder = tmp_path / "mamba"
+    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    MambaForCausalLM(MambaConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    done = CliRunner().invoke(cli.app, ["verify", str(job.inputs), "-m", str(folder), "--rows", "3"])
+    found = json.loads(done.stdout)
+    assert (done.exit_code, found["status"], found["prompts"]) == (0, "plain", [])
+    assert "mamba" in found["why"]
 
 
 def test_the_command_ends_with_one_json_line(job):

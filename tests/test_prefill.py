@@ -5,9 +5,12 @@ import pytest
 import torch
 import transformers as tf
 
+from prefill_cli.encoding import choice, decoders, prefix
 from prefill_cli.encoding.choice import compare, fast_encoder, plain_encoder
 from prefill_cli.encoding.decoders import FusedDecoder, TransformersDecoder
 from prefill_cli.encoding.encoder import EncoderOptions
+from prefill_cli.encoding.plain import PlainEncoder
+from prefill_cli.encoding.prefill import PrefillEncoder
 
 VOCABULARY = 97
 SIZES = {
@@ -115,3 +118,190 @@ def test_bits_do_not_depend_on_sharing_or_the_budget(pooling, dtype, prompts):
         assert np.array_equal(
             encode(encoders(model, pooling=pooling, dtype=dtype, budget=budget)[0], prompts).vectors, shared.vectors
         )
+
+
+def test_equal_prompts_are_computed_once_and_all_are_told(llama):
+    rows, tokens = [], []
+    prompts = [np.arange(1, 40, dtype=np.int32)] * 7 + [np.arange(2, 30, dtype=np.int32)]
+    encoded = encoders(llama)[0].encode(prompts, lambda r, t: (rows.append(r), tokens.append(t)))
+    assert (sum(rows), sum(tokens)) == (8, 7 * 39 + 28)
+    assert (encoded.computed_tokens, encoded.batches) == (choice.CHUNK["cpu"], 1)
+    assert (encoded.vectors[:7] == encoded.vectors[0]).all()
+    assert not np.array_equal(encoded.vectors[7], encoded.vectors[0])
+
+
+def test_no_prompts_make_no_vectors(llama):
+    encoded = encode(encoders(llama)[0], [])
+    assert (len(encoded.vectors), encoded.batches, encoded.computed_tokens, len(encoded.out_of_memory)) == (0, 0, 0, 0)
+
+
+def test_the_models_own_weights_stay_what_they_were(prompts):
+    """The fused decoder joins them, the other copies the modules around them: neither costs the memory again."""
+    for name in ("llama", "gpt2"):
+        model = make(CONFIGS[name])
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        size = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in model.parameters()}.values())
+        fast, _ = encoders(model)
+        encode(fast, prompts[:3])
+        decoder = fast._decoder
+        tensors = [t for layer in decoder._layers for t in layer if isinstance(t, torch.Tensor)] if name == "llama" else []
+        tensors += list(model.parameters()) + ([] if name == "llama" else list(decoder._model.parameters()))
+        assert sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()) == size
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+        assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+def test_a_prompt_above_the_budget_goes_alone_in_chunks(name):
+    """The widest position-wise layer sees a chunk at a time, however long the prompt is."""
+    config = CONFIGS[name].__class__(**(CONFIGS[name].to_dict() | {"max_position_embeddings": 4096}))
+    fast, plain = encoders(make(config))
+    seen = []
+    if name == "llama":
+        after = fast._decoder._after
+        fast._decoder._after = lambda hidden, *rest: (seen.append(len(hidden)), after(hidden, *rest))
+    else:
+        for layer in fast._decoder._model.layers:
+            layer.mlp._inner.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[1]))
+    long = np.random.default_rng(0).integers(0, VOCABULARY, 3_000).astype(np.int32)
+    found = encode(fast, [long, long[:5]])
+    assert set(seen) == {choice.CHUNK["cpu"]}
+    assert np.abs(found.vectors - encode(plain, [long, long[:5]]).vectors).max() < 1e-4
+
+
+class Small:
+    """A decoder on a machine whose memory holds `rows` rows of a batch."""
+
+    def __init__(self, decoder, rows: int) -> None:
+        self._decoder, self._rows, self.chunk = decoder, rows, 8
+        decoder.chunk = 8
+        self.refused = []
+
+    def __call__(self, row):
+        if len(row.input_ids) > self._rows:
+            self.refused.append(len(row.input_ids))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self._decoder(row)
+
+
+def test_memory_that_runs_out_halves_the_batch_and_is_remembered(llama, prompts, caplog):
+    fast, _ = encoders(llama, share=False)
+    wanted = encode(fast, prompts).vectors
+    fast._decoder = small = Small(fast._decoder, 352)
+    found = encode(fast, prompts)
+    assert np.abs(found.vectors - wanted).max() < 1e-5
+    assert len(found.out_of_memory) == 0
+    limits = [record.args[1] for record in caplog.records if "out of memory" in record.getMessage()]
+    assert limits == sorted(limits, reverse=True)
+    assert 176 <= limits[-1] <= 352
+    refused = len(small.refused)
+    encode(fast, prompts)
+    assert len(small.refused) == refused, "the next shard is planned with what was learnt"
+
+
+def test_a_prompt_that_does_not_fit_alone_is_told_and_the_others_are_encoded(llama, prompts):
+    fast, plain = encoders(llama)
+    fast._decoder = Small(fast._decoder, 128)
+    lengths = np.array([len(p) for p in prompts])
+    found = encode(fast, [*prompts, prompts[int(lengths.argmax())]])
+    assert len(prompts) in found.out_of_memory, "each copy of it"
+    assert not np.isfinite(found.vectors[found.out_of_memory]).any()
+    rest = np.setdiff1d(np.arange(len(prompts)), found.out_of_memory)
+    assert len(rest) > 100
+    assert np.abs(found.vectors[rest] - encode(plain, [prompts[i] for i in rest]).vectors).max() < 1e-5
+
+
+def test_prefixes_that_do_not_fit_are_computed_with_every_prompt(llama, prompts, caplog):
+    fast, _ = encoders(llama)
+    wanted = encode(fast, prompts).vectors
+    fast._decoder = Small(fast._decoder, 112)  # the instruction has 121 tokens
+    fast._limit.tokens = 4096
+    short = [p[:100] for p in prompts] + [p[:121] for p in prompts[1:2]]
+    encode(fast, prompts)
+    assert "prefixes that prompts share" in caplog.text
+    found = encode(fast, short)
+    assert np.isfinite(found.vectors[: len(prompts)]).all()
+    assert wanted.shape == (len(prompts), 32)
+
+
+def test_a_vector_that_is_not_finite_is_tried_again_in_float32(prompts):
+    model = make(CONFIGS["llama"], torch.float16)
+    with torch.no_grad():
+        model.norm.weight.fill_(6e4)  # a component above 1.1 leaves float16
+    fast, _ = encoders(model, dtype="float16")
+    found = encode(fast, prompts)
+    assert np.isfinite(found.vectors).all()
+    assert 0 < found.retried_rows <= len(prompts)
+
+
+# --- which encoder a run gets ---
+
+
+def choose(model, prompts, dtype="float32"):
+    return choice.choose_encoder(model, EncoderOptions("last", None, False, dtype, 1024), prompts)
+
+
+def test_a_model_that_agrees_goes_the_fast_way_silently(llama, prompts, caplog):
+    assert isinstance(choose(llama, prompts), PrefillEncoder)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        tf.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4),
+        tf.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4),
+        tf.Qwen3NextConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=4, head_dim=16,
+                           num_attention_heads=2, num_key_value_heads=1, num_experts=4, num_experts_per_tok=2,
+                           moe_intermediate_size=16, shared_expert_intermediate_size=16, linear_num_key_heads=2,
+                           linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16),
+        tf.GptOssConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=2, head_dim=16,
+                        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
+        tf.LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+    ],
+    ids=lambda config: config.model_type,
+)  # fmt: skip
+def test_models_that_packed_rows_cannot_serve_go_the_plain_way_and_say_so(config, prompts, caplog):
+    encoder = choose(make(config), prompts)
+    assert isinstance(encoder, PlainEncoder)
+    assert config.model_type in caplog.text
+    assert "plain way" in caplog.text
+
+
+def test_a_fast_encoder_that_differs_is_not_used(llama, prompts, caplog, monkeypatch):
+    rotate = decoders._rotate
+    monkeypatch.setattr(decoders, "_rotate", lambda x, cos, sin: rotate(x, cos, -sin))
+    assert isinstance(choose(llama, prompts), PlainEncoder)
+    assert "this llama model differ" in caplog.text
+
+
+def test_a_fast_encoder_that_fails_is_not_used(llama, prompts, caplog, monkeypatch):
+    def fail(self, row):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(FusedDecoder, "__call__", fail)
+    assert isinstance(choose(llama, prompts), PlainEncoder)
+    assert "no such kernel" in caplog.text
+
+
+def test_the_check_sees_a_shared_prefix_and_more_than_one_tile(prompts):
+    chosen = choice.samples(prompts)
+    assert 4 <= len(chosen) <= 8
+    assert max(map(len, chosen)) == choice.CHECKED_TOKENS
+    assert prefix.shared_prefixes(chosen).prefixes
+    assert choice.samples([]) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # PyTorch's, of its own compiler
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled_layers_give_the_same_vectors_with_the_same_independence(dtype, prompts):
+    """With bfloat16 and a head of 32 dims also the attention kernel, on machines that have tile units."""
+    model = make(tf.LlamaConfig(**(SIZES | {"hidden_size": 64, "num_attention_heads": 2})), getattr(torch, dtype))
+    options = EncoderOptions("last", None, False, dtype, 2048, compiled=True)
+    plain = plain_encoder(model, options)
+    fast = fast_encoder(model, plain, options)
+    found = compare(fast, plain, prompts[::4])
+    assert min(c.cosine for c in found) > 1 - choice.TOLERANCE[dtype]
+    together = encode(fast, prompts).vectors
+    assert np.array_equal(together, np.concatenate([encode(fast, [ids]).vectors for ids in prompts]))
+    assert np.array_equal(together, encode(fast.without_sharing(), prompts).vectors)

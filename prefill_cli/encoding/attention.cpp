@@ -61,41 +61,48 @@ static inline Floats exponential(Floats x) {
   return (Floats)((Ints)p + ((Ints)shifted << 23));
 }
 
-static float highest(Floats x) {
-  float most = x[0];
-  for (int l = 1; l < LANES; l++) most = x[l] > most ? x[l] : most;
-  return most;
+template <int W> static inline Floats swapped(Floats x) {  // each lane with the one W away
+  Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return __builtin_shuffle(x, lanes ^ W);
 }
 
-static float total(Floats x) {
-  float sum = 0;
-  for (int l = 0; l < LANES; l++) sum += x[l];
-  return sum;
+static inline Floats greater(Floats a, Floats b) { return a > b ? a : b; }
+
+static inline float highest(Floats x) {
+  x = greater(x, swapped<8>(x));
+  x = greater(x, swapped<4>(x));
+  x = greater(x, swapped<2>(x));
+  return greater(x, swapped<1>(x))[0];
 }
 
-// Scores of a row → weights, of which keys from..to are seen and the others 0; returns 1 / their sum, NaN where a seen
-// score is not finite.
+static inline float total(Floats x) {
+  x += swapped<8>(x);
+  x += swapped<4>(x);
+  x += swapped<2>(x);
+  return (x + swapped<1>(x))[0];
+}
+
+// Scores of a row → weights, of which keys from..to are seen and the others 0; returns 1 / their sum. A seen score that
+// is NaN or +infinite makes the sum NaN, and so the row.
 static float softmax(float* scores, bf16* weights, int32_t n, int32_t from, int32_t to, float scale) {
   const int32_t begin = from / LANES * LANES, end = (to + LANES - 1) / LANES * LANES;
   std::fill(scores + begin, scores + from, UNSEEN);
   std::fill(scores + to, scores + end, UNSEEN);
   Floats most = load<Floats>(scores + begin);
   for (int32_t j = begin + LANES; j < end; j += LANES) {
-    const Floats x = load<Floats>(scores + j);
-    most = x > most ? x : most;
+    most = greater(load<Floats>(scores + j), most);
   }
   const float top = highest(most);
-  Floats sum = {}, not_finite = {};
+  Floats sum = {};
   for (int32_t j = begin; j < end; j += LANES) {
-    const Floats x = load<Floats>(scores + j), e = exponential((x - top) * scale);
+    const Floats e = exponential((load<Floats>(scores + j) - top) * scale);
     sum += e;
-    not_finite += x * 0.0f;
     const Halves h = rounded(e);
     memcpy(weights + j, &h, sizeof h);
   }
   std::fill(weights, weights + from, bf16(0));
   std::fill(weights + to, weights + n, bf16(0));
-  return 1.0f / (total(sum) + total(not_finite));
+  return 1.0f / total(sum);
 }
 
 struct Sequence {  // as attention.py lays it out

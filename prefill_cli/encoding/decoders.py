@@ -118,8 +118,8 @@ class FusedDecoder:
         self._scale = attention.scaling
         self._layers = [_layer(layer, config) for layer in model.layers]
         self._cos = self._sin = torch.empty(0)
-        self._before: Callable[..., tuple[Tensor, Tensor, Tensor]] = _before_attention
-        self._after: Callable[..., Tensor] = _after_attention
+        self._before: Callable[..., None] = _before_attention
+        self._after: Callable[..., None] = _after_attention
         if compiled:
             # Weights are arguments and chunks have one shape: one graph each, whatever the number of layers.
             self._before = torch.compile(_before_attention, dynamic=False)
@@ -133,22 +133,20 @@ class FusedDecoder:
             query = hidden.new_empty(len(hidden), self._heads, self._head_size)
             key, value = hidden.new_empty(2, len(hidden), self._kv_heads, self._head_size)
             for rows in self._chunks(len(hidden)):
-                query[rows], key[rows], value[rows] = self._before(
+                self._before(
                     hidden[rows], cos[rows], sin[rows], layer.norm, layer.qkv, layer.qkv_bias,
-                    layer.query_norm, layer.key_norm, self._heads, self._kv_heads, self._eps,
+                    layer.query_norm, layer.key_norm, self._eps, query[rows], key[rows], value[rows],
                 )  # fmt: skip
             attended = row.attention(index, query, key, value, scale=self._scale, window=layer.window, last_tile_only=last)
             if last:  # nobody reads the other rows
                 assert row.wanted is not None
                 padded = F.pad(row.wanted, (0, -len(row.wanted) % self.chunk))
                 hidden, attended = hidden[padded], attended[padded]
-            after = torch.empty_like(hidden)
             for rows in self._chunks(len(hidden)):
-                after[rows] = self._after(
+                self._after(
                     hidden[rows], attended[rows], layer.out, layer.out_bias, layer.mlp_norm,
                     layer.gate_up, layer.gate_up_bias, layer.down, layer.down_bias, self._eps,
                 )  # fmt: skip
-            hidden = after
         normed = _rms_norm(hidden, self._norm, self._eps)
         return normed if row.wanted is None else normed[: len(row.wanted)]
 
@@ -169,24 +167,27 @@ class FusedDecoder:
 
 def _before_attention(
     hidden: Tensor, cos: Tensor, sin: Tensor, norm: Tensor, qkv: Tensor, bias: Tensor | None,
-    query_norm: Tensor | None, key_norm: Tensor | None, heads: int, kv_heads: int, eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Norm, projections and rotary positions: hidden [C, d] → query [C, heads, size], key, value [C, KV heads, size]."""
-    joined = F.linear(_rms_norm(hidden, norm, eps), qkv, bias).view(len(hidden), heads + 2 * kv_heads, -1)
-    query, key, value = torch.split(joined, [heads, kv_heads, kv_heads], 1)
+    query_norm: Tensor | None, key_norm: Tensor | None, eps: float, query: Tensor, key: Tensor, value: Tensor,
+) -> None:  # fmt: skip
+    """Norm, projections, rotary positions: hidden [C, d] → into query [C, heads, size], key, value [C, KV heads, size]."""
+    heads = [x.shape[1] for x in (query, key, value)]
+    joined = F.linear(_rms_norm(hidden, norm, eps), qkv, bias).view(len(hidden), sum(heads), -1)
+    q, k, v = torch.split(joined, heads, 1)
     if query_norm is not None and key_norm is not None:
-        query, key = _rms_norm(query, query_norm, eps), _rms_norm(key, key_norm, eps)
-    return _rotate(query, cos, sin), _rotate(key, cos, sin), value
+        q, k = _rms_norm(q, query_norm, eps), _rms_norm(k, key_norm, eps)
+    query.copy_(_rotate(q, cos, sin))
+    key.copy_(_rotate(k, cos, sin))
+    value.copy_(v)
 
 
 def _after_attention(
     hidden: Tensor, attended: Tensor, out: Tensor, out_bias: Tensor | None, norm: Tensor,
     gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None, eps: float,
-) -> Tensor:  # fmt: skip
-    """Output projection, residual, norm, MLP, residual: [C, d] → [C, d]."""
-    hidden = hidden + F.linear(attended, out, out_bias)
-    gate, up = F.linear(_rms_norm(hidden, norm, eps), gate_up, gate_up_bias).chunk(2, -1)
-    return hidden + F.linear((F.silu(gate.float()) * up.float()).to(hidden.dtype), down, down_bias)
+) -> None:  # fmt: skip
+    """Output projection, residual, norm, MLP, residual: hidden [C, d] in place."""
+    middle = hidden + F.linear(attended, out, out_bias)
+    gate, up = F.linear(_rms_norm(middle, norm, eps), gate_up, gate_up_bias).chunk(2, -1)
+    hidden.copy_(middle + F.linear((F.silu(gate.float()) * up.float()).to(hidden.dtype), down, down_bias))
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,6 +6,9 @@ with attention per prompt (attention.py, decoders.py). Rows run side by side, on
 share a product wait for the slowest at its end.
 """
 
+from __future__ import annotations
+
+import copy
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -88,11 +91,17 @@ class PrefillEncoder:
         self._pooling = pooling
         self._dims = dims
         self._normalize = normalize
-        self._limit = TokenLimit(max_batch_tokens)
+        self._limit = TokenLimit(max(decoder.chunk, max_batch_tokens // decoder.chunk * decoder.chunk))
         self._share = share
         cores = torch.get_num_threads()
-        self._lanes = min(cores, MAX_LANES) if plain.device.type == "cpu" else 1
-        self._pool = ThreadPoolExecutor(self._lanes, "prefill", torch.set_num_threads, (max(1, cores // self._lanes),))
+        self.lanes = min(cores, MAX_LANES) if plain.device.type == "cpu" else 1  # rows at work side by side
+        self._pool = ThreadPoolExecutor(self.lanes, "prefill", torch.set_num_threads, (max(1, cores // self.lanes),))
+
+    def without_sharing(self) -> PrefillEncoder:
+        """The same encoder, which computes equal prompts and shared prefixes again and again."""
+        other = copy.copy(self)
+        other._share = False
+        return other
 
     def encode(self, input_ids: Sequence[Ids], on_batch: OnBatch) -> Encoded:
         """See Encoder."""
@@ -107,7 +116,7 @@ class PrefillEncoder:
         for part in parts:
             self._tell(part, copies, prompts, on_batch)
         left = np.setdiff1d(np.arange(len(prompts)), [i for part in parts for i in part.members])
-        plan = packed_batches(shard.lengths[left], self._limit.tokens, chunk=self._decoder.chunk, lanes=self._lanes)
+        plan = packed_batches(shard.lengths[left], self._limit.tokens, chunk=self._decoder.chunk, lanes=self.lanes)
         waiting = {self._pool.submit(self._compute, shard, left[batch].tolist()) for batch in plan}
         try:
             while waiting:

@@ -1,0 +1,89 @@
+"""What people would use instead, over the same token ids or texts: for `prefill-score bench --peer`."""
+
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prefill_cli.data.tokenization import Ids
+from prefill_cli.errors import UsageError
+
+# Name → package, and how one gets it.
+PEERS = {"sentence-transformers": "sentence_transformers", "vllm": "vllm"}
+
+
+def load_peer(name: str, folder: Path, dtype: str, device: str, limit: int | None) -> Callable[[Sequence[str]], Any]:
+    """A function from prompts' texts to their last-token embeddings.
+
+    Raises:
+        UsageError: no such peer, or its package is not installed.
+    """
+    if name not in PEERS:
+        raise UsageError(f"--peer must be {' or '.join(PEERS)}, not {name!r}")
+    try:
+        package = importlib.import_module(PEERS[name])
+    except ImportError:
+        raise UsageError(f"--peer {name} needs a package that is not installed: pip install {name}") from None
+    load = {"sentence-transformers": _sentence_transformers, "vllm": _vllm}[name]
+    return load(package, folder, dtype, device, limit)
+
+
+def _sentence_transformers(
+    package: Any, folder: Path, dtype: str, device: str, limit: int | None
+) -> Callable[[Sequence[str]], Any]:
+    import torch
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer  # type: ignore[import-not-found]
+
+    # Said outright that it is text: version 6 puts plain strings through a chat template otherwise.
+    text = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
+    words = Transformer(str(folder), modality_config=text, module_output_name="token_embeddings")
+    words.auto_model.to(getattr(torch, dtype))
+    pooling = Pooling(words.auto_model.config.hidden_size, pooling_mode="lasttoken")
+    model = package.SentenceTransformer(modules=[words, pooling], device=device)
+    if limit:
+        model.max_seq_length = limit
+    return lambda texts: model.encode(list(texts), batch_size=32, show_progress_bar=False)
+
+
+def _vllm(package: Any, folder: Path, dtype: str, device: str, limit: int | None) -> Callable[[Sequence[str]], Any]:
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+    model = package.LLM(
+        model=str(folder), runner="pooling", dtype=dtype, max_model_len=min(limit or 4096, 4096), enable_prefix_caching=True
+    )
+
+    def encode(texts: Sequence[str]) -> Any:
+        model.reset_prefix_cache()  # every pass begins where a nightly run begins
+        return model.embed(list(texts), use_tqdm=False)
+
+    return encode
+
+
+def decoding_sec(model: Any, prompts: Sequence[Ids], steps: int = 8) -> tuple[float, float]:
+    """Seconds of the prefill pass of some prompts, and of one decoding step after it, without the vocabulary's product.
+
+    Plain Transformers, one prompt at a time with a key-value cache, the median over prompts: what generating ids costs
+    at least.
+    """
+    import time
+
+    import torch
+
+    device = next(model.parameters()).device
+    prefill, step = [], []
+    with torch.inference_mode():
+        for ids in prompts:
+            began = time.perf_counter()
+            out = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None].to(device), use_cache=True)
+            name = "cache" if "cache" in out else "past_key_values"  # as of Transformers 5.20 or so, and before
+            cache = {name: out[name]}
+            out.last_hidden_state.sum().item()  # waits for the device
+            prefill.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            for _ in range(steps):
+                out = model(input_ids=torch.tensor([[int(ids[-1])]], device=device), use_cache=True, **cache)
+            out.last_hidden_state.sum().item()
+            step.append((time.perf_counter() - began) / steps)
+    return float(np.median(prefill)), float(np.median(step))

@@ -1,0 +1,130 @@
+"""Attention of a packed row against the formula, written out: for PyTorch's tiles and for the kernel of our own."""
+
+import numpy as np
+import pytest
+import torch
+
+from prefill_cli.encoding import kernel
+from prefill_cli.encoding.attention import TILE, PackedAttention, PrefixStates, Run
+from prefill_cli.encoding.kernel import load_kernel
+
+SIZE = 32
+
+
+def by_formula(query, key, value, scale, window=None, softcap=None):
+    """[L, heads, size] of one whole prompt in float64."""
+    groups = query.shape[1] // key.shape[1]
+    q, k, v = query.double(), key.double().repeat_interleave(groups, 1), value.double().repeat_interleave(groups, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    i, j = torch.arange(len(q))[:, None], torch.arange(len(k))[None]
+    hidden = (j > i) | ((i - j >= window) if window else False)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def random(length, heads, seed, dtype):
+    return torch.randn(length, heads, SIZE, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def case(dtype, heads, kv_heads):
+    """Packed rows, runs and, for each run's sequences, the whole prompt's query, key and value."""
+    prefix = [random(70, n, 1, dtype) for n in (heads, kv_heads, kv_heads)]
+    second = [torch.cat([p, random(9, n, 2, dtype)]) for p, n in zip(prefix, (heads, kv_heads, kv_heads), strict=True)]
+    shapes = [(1, 1, -1), (3, 20, -1), (1, 64, -1), (2, 33, 0), (1, 130, 0), (1, 5, 1), (1, 60, 1)]  # count, length, context
+    runs = [Run(0, 1, 70, prefix=0), Run(70, 1, 9, 70, context=0, prefix=1)]
+    packed = [[p, s[70:]] for p, s in zip(prefix, second, strict=True)]
+    whole = []
+    for number, (count, length, context) in enumerate(shapes):
+        before = [[x[:0] for x in prefix], prefix, second][context + 1]
+        runs.append(Run(runs[-1].stop, count, length, len(before[0]), context))
+        for i in range(count):
+            own = [random(length, n, 100 + 10 * number + i, dtype) for n in (heads, kv_heads, kv_heads)]
+            for parts, x in zip(packed, own, strict=True):
+                parts.append(x)
+            whole.append((runs[-1], i, [torch.cat([b, x]) for b, x in zip(before, own, strict=True)]))
+    filling = [random(11, n, 99, dtype) for n in (heads, kv_heads, kv_heads)]
+    return [torch.cat([*parts, x]) for parts, x in zip(packed, filling, strict=True)], runs, whole
+
+
+@pytest.fixture(scope="module")
+def own_kernel(tmp_path_factory):
+    """Built here, by the compiler of this machine; where it has no tile units PyTorch's way is tested twice."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        return load_kernel()
+
+
+OPTIONS = [{}, {"window": 24}, {"window": 100}, {"softcap": 2.0}]
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (9, 3), (3, 3), (18, 1)])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("way", ["float32", "bfloat16", "kernel"])
+def test_every_sequence_attends_to_itself_and_its_prefix_only(way, options, heads, own_kernel):
+    dtype = torch.float32 if way == "float32" else torch.bfloat16
+    packed, runs, whole = case(dtype, *heads)
+    attention = PackedAttention(runs, PrefixStates(), own_kernel if way == "kernel" else None)
+    out = attention(0, *packed, scale=0.3, **options)
+    last = attention(0, *packed, scale=0.3, last_tile_only=True, **options)
+    for run, i, (query, key, value) in whole:
+        wanted = by_formula(query, key, value, 0.3, **options)[run.start :]
+        rows = slice(run.row + i * run.length, run.row + (i + 1) * run.length)
+        found = out[rows].view(run.length, heads[0], SIZE)
+        assert (found - wanted).abs().max() < (1e-5 if way == "float32" else 0.03)
+        assert torch.equal(last[rows][-1], out[rows][-1])
+    assert not out[runs[-1].stop :].any()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("way", ["float32", "bfloat16", "kernel"])
+def test_a_sequence_has_the_same_bits_alone_and_without_its_prefix(way, options, own_kernel):
+    dtype = torch.float32 if way == "float32" else torch.bfloat16
+    kernel = own_kernel if way == "kernel" else None
+    packed, runs, whole = case(dtype, 6, 2)
+    out = PackedAttention(runs, PrefixStates(), kernel)(0, *packed, scale=0.3, **options)
+    for run, i, (query, key, value) in whole:
+        alone = PackedAttention([Run(0, 1, len(query))], PrefixStates(), kernel)(0, query, key, value, scale=0.3, **options)
+        rows = slice(run.row + i * run.length, run.row + (i + 1) * run.length)
+        assert torch.equal(alone[run.start :], out[rows])
+
+
+@pytest.mark.parametrize("way", ["bfloat16", "kernel"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_number_that_is_none_reaches_its_own_prompt_only(bad, way, own_kernel):
+    packed, runs, _ = case(torch.bfloat16, 4, 2)
+    clean = PackedAttention(runs, PrefixStates(), own_kernel if way == "kernel" else None)(0, *packed, scale=0.3)
+    run = runs[4]
+    for tensor in packed[:2]:
+        broken = [t.clone() for t in packed]
+        broken[0 if tensor is packed[0] else 1][run.stop - 5] = bad
+        out = PackedAttention(runs, PrefixStates(), own_kernel if way == "kernel" else None)(0, *broken, scale=0.3)
+        assert not torch.isfinite(out[run.stop - 5]).all()
+        others = torch.ones(len(out), dtype=torch.bool)
+        others[run.stop - TILE : run.stop] = False
+        assert torch.equal(out[others], clean[others])
+
+
+def test_without_a_compiler_the_other_way_is_taken_and_said(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for compiler in ("/nowhere/g++", "false"):
+        caplog.clear()
+        monkeypatch.setenv("CXX", compiler)
+        assert load_kernel() is None
+        assert "attention is not compiled" in caplog.text
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    caplog.clear()
+    assert load_kernel() is None
+    assert not caplog.text, "nothing is missing on a machine that has no use for it"
+
+
+def test_the_kernel_is_built_once(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = kernel._built(["g++"])
+    assert [p.name for p in (tmp_path / "prefill-score").iterdir()] == [first.name]
+    stamp = first.stat().st_mtime_ns
+    assert kernel._built(["g++"]) == first
+    assert first.stat().st_mtime_ns == stamp
+    assert np.frombuffer(first.read_bytes()[:4], np.uint8).tolist() == [0x7F, 0x45, 0x4C, 0x46]  # an ELF library
