@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from prefill_cli.encoding import kernel
+from prefill_cli.encoding import kernels
 from prefill_cli.encoding.attention import TILE, PackedAttention, PrefixStates, Run
-from prefill_cli.encoding.kernel import load_kernel
+from prefill_cli.encoding.kernels import load_kernels
 
 SIZE = 32
 
@@ -52,7 +52,7 @@ def own_kernel(tmp_path_factory):
     """Built here, by the compiler of this machine; where it has no tile units PyTorch's way is tested twice."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        return load_kernel()
+        return load_kernels()
 
 
 OPTIONS = [{}, {"window": 24}, {"window": 100}, {"softcap": 2.0}]
@@ -80,11 +80,11 @@ def test_every_sequence_attends_to_itself_and_its_prefix_only(way, options, head
 @pytest.mark.parametrize("way", ["float32", "bfloat16", "kernel"])
 def test_a_sequence_has_the_same_bits_alone_and_without_its_prefix(way, options, own_kernel):
     dtype = torch.float32 if way == "float32" else torch.bfloat16
-    kernel = own_kernel if way == "kernel" else None
+    own = own_kernel if way == "kernel" else None
     packed, runs, whole = case(dtype, 6, 2)
-    out = PackedAttention(runs, PrefixStates(), kernel)(0, *packed, scale=0.3, **options)
+    out = PackedAttention(runs, PrefixStates(), own)(0, *packed, scale=0.3, **options)
     for run, i, (query, key, value) in whole:
-        alone = PackedAttention([Run(0, 1, len(query))], PrefixStates(), kernel)(0, query, key, value, scale=0.3, **options)
+        alone = PackedAttention([Run(0, 1, len(query))], PrefixStates(), own)(0, query, key, value, scale=0.3, **options)
         rows = slice(run.row + i * run.length, run.row + (i + 1) * run.length)
         assert torch.equal(alone[run.start :], out[rows])
 
@@ -111,20 +111,20 @@ def test_without_a_compiler_the_other_way_is_taken_and_said(monkeypatch, tmp_pat
     for compiler in ("/nowhere/g++", "false"):
         caplog.clear()
         monkeypatch.setenv("CXX", compiler)
-        assert load_kernel() is None
-        assert "attention is not compiled" in caplog.text
+        assert load_kernels() is None
+        assert "no kernels are compiled" in caplog.text
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     caplog.clear()
-    assert load_kernel() is None
+    assert load_kernels() is None
     assert not caplog.text, "nothing is missing on a machine that has no use for it"
 
 
 def test_the_kernel_is_built_once(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = kernel._built(["g++"])
+    first = kernels._built(["g++"])
     assert [p.name for p in (tmp_path / "prefill-score").iterdir()] == [first.name]
     stamp = first.stat().st_mtime_ns
-    assert kernel._built(["g++"]) == first
+    assert kernels._built(["g++"]) == first
     assert first.stat().st_mtime_ns == stamp
     assert np.frombuffer(first.read_bytes()[:4], np.uint8).tolist() == [0x7F, 0x45, 0x4C, 0x46]  # an ELF library

@@ -7,7 +7,7 @@ it the kernel and the order of every sum: a position's bits are the same in any 
 alone, among neighbours, and computed as part of a shared prefix. Exact shapes would save about 10 % of attention, but
 their bits differ: a kernel for 57 queries is another than that for 64.
 
-In bfloat16 on a CPU with tile units the same is done by a kernel of this project's own (attention.cpp, kernel.py) in
+In bfloat16 on a CPU with tile units the same is done by a kernel of this project's own (kernels.cpp, kernels.py) in
 about half the time, where compiling is wanted.
 """
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from prefill_cli.encoding.kernel import Kernel
+from prefill_cli.encoding.kernels import Kernels
 
 TILE = 64
 NO_WINDOW = 1 << 40
@@ -66,13 +66,13 @@ class PrefixStates:
 class PackedAttention:
     """Attention for one packed row, called once per layer."""
 
-    def __init__(self, runs: Sequence[Run], states: PrefixStates, kernel: Kernel | None = None) -> None:
+    def __init__(self, runs: Sequence[Run], states: PrefixStates, kernels: Kernels | None = None) -> None:
         self._runs = runs
         self._states = states
-        self._kernel = kernel
-        if kernel:
+        self._kernels = kernels
+        if kernels:
             sequences = [(run.row + i * run.length, run) for run in runs for i in range(run.count)]
-            # What attention.cpp calls a Sequence: row, length, start, then addresses that differ by layer.
+            # What kernels.cpp calls a Sequence: row, length, start, then addresses that differ by layer.
             self._sequences = np.array([(row, run.length, run.start, 0, 0) for row, run in sequences], np.int64)
             contexts = np.array([run.context for _, run in sequences])
             self._contexts, self._context_of = np.unique(contexts, return_inverse=True)
@@ -95,8 +95,8 @@ class PackedAttention:
         last_tile_only: only the rows of each sequence's last tile are computed. Rows of no sequence are 0.
         """
         size = query.shape[-1]
-        if self._kernel and query.dtype == torch.bfloat16 and not softcap and not size % 32 and value.shape[-1] == size:
-            return self._by_kernel(self._kernel, layer, query, key, value, scale, window, last_tile_only)
+        if self._kernels and query.dtype == torch.bfloat16 and not softcap and not size % 32 and value.shape[-1] == size:
+            return self._by_kernel(self._kernels, layer, query, key, value, scale, window, last_tile_only)
         out = query.new_zeros(*query.shape[:2], value.shape[-1])
         for run in self._runs:
             end = run.start + run.length
@@ -118,7 +118,7 @@ class PackedAttention:
 
     def _by_kernel(
         self,
-        kernel: Kernel,
+        kernels: Kernels,
         layer: int,
         query: Tensor,
         key: Tensor,
@@ -137,21 +137,7 @@ class PackedAttention:
         for column, kept in ((3, states.keys), (4, states.values)):
             addresses = [kept[layer, int(c)].data_ptr() if c >= 0 else 0 for c in self._contexts]
             sequences[:, column] = np.array(addresses, np.int64)[self._context_of]
-        out = torch.zeros_like(query)
-        tensors = (query, key, value, out)
-        kernel(
-            *(tensor.data_ptr() for tensor in tensors),
-            *(tensor.stride(0) for tensor in tensors[:3]),
-            sequences.ctypes.data,
-            len(sequences),
-            query.shape[1],
-            key.shape[1],
-            query.shape[2],
-            scale,
-            window or NO_WINDOW,
-            last,
-        )
-        return out.flatten(1)
+        return kernels.attend(query, key, value, sequences, scale, window or NO_WINDOW, last).flatten(1)
 
     def _with_context(
         self, states: dict[tuple[int, int], Tensor], layer: int, run: Run, packed: Tensor, filling: int

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from prefill_cli.encoding.decoders import UnsupportedModelError, choose_decoder
 from prefill_cli.encoding.encoder import Encoder, EncoderOptions
-from prefill_cli.encoding.kernel import load_kernel
+from prefill_cli.encoding.kernels import load_kernels
 from prefill_cli.encoding.plain import PlainEncoder
 from prefill_cli.encoding.prefill import PrefillEncoder
 from prefill_cli.errors import first_line
@@ -79,15 +79,21 @@ def fast_encoder(model: Any, plain: PlainEncoder, options: EncoderOptions) -> Pr
     Raises:
         UnsupportedModelError: it does not know this model.
     """
+    # Compiling means a second or two of C++ on a CPU, for bfloat16, and PyTorch's compiler elsewhere.
+    on_cpu = plain.device.type == "cpu"
+    kernels = load_kernels() if options.compiled and on_cpu and options.dtype == "bfloat16" else None
+    decoder = choose_decoder(
+        model, chunk=CHUNK[plain.device.type], compiled=options.compiled and not on_cpu, kernels=kernels
+    )
     return PrefillEncoder(
-        choose_decoder(model, chunk=CHUNK[plain.device.type], compiled=options.compiled),
+        decoder,
         plain,
         pooling=options.pooling,
         dims=options.dims,
         normalize=options.normalize,
         max_batch_tokens=options.max_batch_tokens,
         share=options.share,
-        kernel=load_kernel() if options.compiled and plain.device.type == "cpu" and options.dtype == "bfloat16" else None,
+        kernels=kernels,
     )
 
 

@@ -13,6 +13,7 @@ import copy
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from prefill_cli.encoding.attention import PackedAttention
+from prefill_cli.encoding.kernels import Kernels
 
 FUSED = ("llama", "mistral", "qwen2", "qwen3")
 # Rotary tables that depend on the longest sequence of a call would make a prompt depend on its neighbours.
@@ -59,7 +61,7 @@ class Decoder(Protocol):
         ...
 
 
-def choose_decoder(model: Any, *, chunk: int, compiled: bool) -> Decoder:
+def choose_decoder(model: Any, *, chunk: int, compiled: bool = False, kernels: Kernels | None = None) -> Decoder:
     """The fastest decoder that knows this model (a Transformers base model).
 
     Raises:
@@ -70,7 +72,7 @@ def choose_decoder(model: Any, *, chunk: int, compiled: bool) -> Decoder:
     if set(kinds.values() if isinstance(kinds, dict) else [kinds]) & set(ROTARY_BY_LENGTH):
         raise UnsupportedModelError("its rotary positions depend on the longest prompt of a batch")
     if model.config.model_type in FUSED and model.config.hidden_act == "silu":
-        return FusedDecoder(model, chunk=chunk, compiled=compiled)
+        return FusedDecoder(model, chunk=chunk, compiled=compiled, kernels=kernels)
     kept = set(getattr(model.config, "layer_types", None) or ()) - ATTENDING
     if kept:
         raise UnsupportedModelError(f"it has layers of kind {', '.join(sorted(kept))}")
@@ -103,8 +105,11 @@ class _Layer(NamedTuple):
 class FusedDecoder:
     """Llama, Mistral, Qwen 2 and Qwen 3: pre-norm layers, rotary positions over whole heads, SiLU-gated MLP."""
 
-    def __init__(self, model: Any, *, chunk: int, compiled: bool) -> None:
-        """Joins the model's weights; the model's own parameters become views of the joined ones, so nothing is twice."""
+    def __init__(self, model: Any, *, chunk: int, compiled: bool = False, kernels: Kernels | None = None) -> None:
+        """compiled: by PyTorch's compiler. kernels: those of this project instead, where the model's sizes fit them.
+
+        Joins the model's weights; the model's own parameters become views of the joined ones, so nothing is twice.
+        """
         config = model.config
         attention = model.layers[0].self_attn
         self.chunk = chunk
@@ -120,7 +125,10 @@ class FusedDecoder:
         self._cos = self._sin = torch.empty(0)
         self._before: Callable[..., None] = _before_attention
         self._after: Callable[..., None] = _after_attention
-        if compiled:
+        if kernels and not (config.hidden_size % 16 or config.intermediate_size % 16 or self._head_size % 32):
+            self._before = partial(_before_attention_by_kernels, kernels)
+            self._after = partial(_after_attention_by_kernels, kernels)
+        elif compiled:
             # Weights are arguments and chunks have one shape: one graph each, whatever the number of layers.
             self._before = torch.compile(_before_attention, dynamic=False)
             self._after = torch.compile(_after_attention, dynamic=False)
@@ -188,6 +196,24 @@ def _after_attention(
     middle = hidden + F.linear(attended, out, out_bias)
     gate, up = F.linear(_rms_norm(middle, norm, eps), gate_up, gate_up_bias).chunk(2, -1)
     hidden.copy_(middle + F.linear((F.silu(gate.float()) * up.float()).to(hidden.dtype), down, down_bias))
+
+
+def _before_attention_by_kernels(
+    kernels: Kernels, hidden: Tensor, cos: Tensor, sin: Tensor, norm: Tensor, qkv: Tensor, bias: Tensor | None,
+    query_norm: Tensor | None, key_norm: Tensor | None, eps: float, query: Tensor, key: Tensor, value: Tensor,
+) -> None:  # fmt: skip
+    """The same as _before_attention."""
+    joined = F.linear(kernels.add_norm(hidden, None, norm, eps), qkv, bias)
+    kernels.rotate(joined, cos, sin, (query_norm, key_norm), eps, (query, key, value))
+
+
+def _after_attention_by_kernels(
+    kernels: Kernels, hidden: Tensor, attended: Tensor, out: Tensor, out_bias: Tensor | None, norm: Tensor,
+    gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None, eps: float,
+) -> None:  # fmt: skip
+    """The same as _after_attention."""
+    normed = kernels.add_norm(hidden, F.linear(attended, out, out_bias), norm, eps)
+    hidden += F.linear(kernels.gate(F.linear(normed, gate_up, gate_up_bias)), down, down_bias)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

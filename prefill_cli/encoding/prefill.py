@@ -25,7 +25,7 @@ from prefill_cli.encoding.attention import PackedAttention, PrefixStates, Run
 from prefill_cli.encoding.batching import TokenLimit, halves, packed_batches
 from prefill_cli.encoding.decoders import Decoder, PackedRow
 from prefill_cli.encoding.encoder import Encoded, OnBatch
-from prefill_cli.encoding.kernel import Kernel
+from prefill_cli.encoding.kernels import Kernels
 from prefill_cli.encoding.loading import is_out_of_memory
 from prefill_cli.encoding.plain import PlainEncoder
 from prefill_cli.encoding.pooling import POOLINGS, finish
@@ -70,7 +70,7 @@ class PrefillEncoder:
 
     decoder: the model's layers. pooling: last, mean or first. max_batch_tokens: tokens of a packed row, rounded to whole
     chunks. share: whether equal prompts and shared prefixes are computed once; the vectors are the same bits either way.
-    kernel: attention's own, where there is one.
+    kernels: attention's own, where there are any.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class PrefillEncoder:
         normalize: bool,
         max_batch_tokens: int,
         share: bool = True,
-        kernel: Kernel | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         self._decoder = decoder
-        self._kernel = kernel
+        self._kernels = kernels
         self._plain = plain
         self._pooling = pooling
         self._dims = dims
@@ -231,7 +231,7 @@ class PrefillEncoder:
             PackedRow(
                 input_ids=on_device(np.pad(ids, (0, filling))),
                 positions=on_device(np.pad(np.concatenate(positions), (0, filling))),
-                attention=PackedAttention(runs, shard.states, self._kernel),
+                attention=PackedAttention(runs, shard.states, self._kernels),
                 wanted=None if wanted is None else on_device(wanted),
             )
         )

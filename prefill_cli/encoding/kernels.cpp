@@ -1,13 +1,14 @@
-// Attention of a packed row in bfloat16 on a CPU with tile or AVX-512 units: see attention.py, which builds and calls it.
+// What lies between the products of a Llama-like layer, in bfloat16 on a CPU: norms, rotary positions, the gate, and
+// attention over a packed row. Built and called by kernels.py; the Python of decoders.py and attention.py says the same.
 //
-// scaled_dot_product_attention packs keys again for every call and spends most of its time outside the products. Here a
-// sequence's keys and values are packed once per layer, the heads that share them are one product, and a tile's softmax
-// runs over rows that are in the cache. Products come from PyTorch (brgemm), which knows the machine's units.
-//
-// A query tile has TILE positions that are counted from the prompt's beginning and sees whole blocks of BLOCK keys, so
-// that the shape and order of all sums follow from a position alone: its bits are the same in any company.
+// Attention: scaled_dot_product_attention packs keys again for every call and spends most of its time outside the
+// products. Here a sequence's keys and values are packed once per layer, the heads that share them are one product, and a
+// tile's softmax runs over rows that are in the cache. Products come from PyTorch (brgemm), which knows the machine's
+// units. A query tile has TILE positions that are counted from the prompt's beginning and sees whole blocks of BLOCK keys,
+// so that the shape and order of all sums follow from a position alone: its bits are the same in any company.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -44,6 +45,15 @@ static inline Halves rounded(Floats x) {  // to nearest, ties to even
 #endif
   const Ints bits = (Ints)x;
   return __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, Halves);
+}
+
+static inline Floats widened(const bf16* from) {
+  return (Floats)(__builtin_convertvector(load<Halves>(from), Ints) << 16);
+}
+
+static inline void store(bf16* to, Floats x) {
+  const Halves h = rounded(x);
+  memcpy(to, &h, sizeof h);
 }
 
 // e^x for x <= 0, within 2 units of float32: 2^n by the exponent's bits, the rest by Cephes' polynomial (expf).
@@ -97,12 +107,61 @@ static float softmax(float* scores, bf16* weights, int32_t n, int32_t from, int3
   for (int32_t j = begin; j < end; j += LANES) {
     const Floats e = exponential((load<Floats>(scores + j) - top) * scale);
     sum += e;
-    const Halves h = rounded(e);
-    memcpy(weights + j, &h, sizeof h);
+    store(weights + j, e);
   }
   std::fill(weights, weights + from, bf16(0));
   std::fill(weights + to, weights + n, bf16(0));
   return 1.0f / total(sum);
+}
+
+// x [size] times weight [size] over its root mean square.
+static inline void rms_norm(const bf16* x, const bf16* weight, bf16* out, int64_t size, float eps) {
+  Floats squares = {};
+  for (int64_t d = 0; d < size; d += LANES) squares += widened(x + d) * widened(x + d);
+  const float scale = 1.0f / std::sqrt(total(squares) / size + eps);
+  for (int64_t d = 0; d < size; d += LANES) store(out + d, widened(x + d) * scale * widened(weight + d));
+}
+
+// hidden [rows, size] += delta [rows, size] (where there is one); out [rows, size] = its norm.
+extern "C" void add_norm(bf16* hidden, const bf16* delta, const bf16* weight, bf16* out, int64_t rows, int64_t size, float eps) {
+  for (int64_t r = 0; r < rows; r++, hidden += size, out += size) {
+    if (delta)
+      for (int64_t d = 0; d < size; d += LANES) store(hidden + d, widened(hidden + d) + widened(delta + r * size + d));
+    rms_norm(hidden, weight, out, size, eps);
+  }
+}
+
+// out [rows, size] = silu(gate) * up for joined [rows, gate then up].
+extern "C" void gate(const bf16* joined, bf16* out, int64_t rows, int64_t size) {
+  for (int64_t r = 0; r < rows; r++, joined += 2 * size, out += size)
+    for (int64_t d = 0; d < size; d += LANES) {
+      const Floats x = widened(joined + d), e = exponential(x < 0.0f ? x : -x);  // e^-|x| never overflows
+      store(out + d, x * (x < 0.0f ? e : Floats{} + 1.0f) / (e + 1.0f) * widened(joined + size + d));
+    }
+}
+
+// joined [rows, query heads, key heads, value heads], each of `size` → query, key and value apart, the first two with
+// rotary positions: cos, sin [rows, size / 2]. Before those, heads are normed where there are norms (Qwen 3).
+extern "C" void rotate(const bf16* joined, const float* cos, const float* sin, const bf16* query_norm, const bf16* key_norm,
+                       bf16* query, bf16* key, bf16* value, int64_t rows, int64_t heads, int64_t kv_heads, int64_t size,
+                       float eps) {
+  const int64_t half = size / 2;
+  std::vector<bf16> normed(size);
+  for (int64_t r = 0; r < rows; r++, cos += half, sin += half) {
+    for (int64_t h = 0; h < heads + kv_heads; h++, joined += size) {
+      const bool is_query = h < heads;
+      const bf16 *weight = is_query ? query_norm : key_norm, *x = joined;
+      bf16* to = is_query ? query + (r * heads + h) * size : key + (r * kv_heads + h - heads) * size;
+      if (weight) rms_norm(joined, weight, normed.data(), size, eps), x = normed.data();
+      for (int64_t d = 0; d < half; d += LANES) {
+        const Floats a = widened(x + d), b = widened(x + half + d), c = load<Floats>(cos + d), s = load<Floats>(sin + d);
+        store(to + d, a * c - b * s);
+        store(to + half + d, b * c + a * s);
+      }
+    }
+    std::copy_n(joined, kv_heads * size, value + r * kv_heads * size);
+    joined += kv_heads * size;
+  }
 }
 
 struct Sequence {  // as attention.py lays it out
@@ -171,10 +230,7 @@ extern "C" void attend(const bf16* queries, const bf16* keys, const bf16* values
             const int64_t position = low + r % TILE;
             if (position < s->start || position >= end) continue;
             bf16* to = out + ((s->row + position - s->start) * heads + g + r / TILE) * size;
-            for (int64_t d = 0; d < size; d += LANES) {
-              const Halves h = rounded(load<Floats>(sums.data() + r * size + d) * inverse[r]);
-              memcpy(to + d, &h, sizeof h);
-            }
+            for (int64_t d = 0; d < size; d += LANES) store(to + d, load<Floats>(sums.data() + r * size + d) * inverse[r]);
           }
         }
     }

@@ -1,0 +1,121 @@
+"""kernels.cpp: built with the machine's own compiler at first use, kept in the user's cache folder, called by ctypes."""
+
+import ctypes
+import hashlib
+import logging
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from prefill_cli.errors import first_line
+
+log = logging.getLogger(__name__)
+SOURCE = Path(__file__).with_name("kernels.cpp")
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC")
+POINTER, NUMBER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class Kernels:
+    """The functions of kernels.cpp over bfloat16 tensors on the CPU, contiguous unless said otherwise."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._attend = _declared(
+            library.attend, [*[POINTER] * 4, *[NUMBER] * 3, POINTER, *[NUMBER] * 4, REAL, *[NUMBER] * 2]
+        )
+        self._add_norm = _declared(library.add_norm, [*[POINTER] * 4, *[NUMBER] * 2, REAL])
+        self._gate = _declared(library.gate, [*[POINTER] * 2, *[NUMBER] * 2])
+        self._rotate = _declared(library.rotate, [*[POINTER] * 8, *[NUMBER] * 4, REAL])
+
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """hidden [C, d] += delta, in place; returns its RMS norm."""
+        out = torch.empty_like(hidden)
+        self._add_norm(*_addresses(hidden, delta, weight, out), *hidden.shape, eps)
+        return out
+
+    def gate(self, joined: Tensor) -> Tensor:
+        """silu(gate) * up, [C, m], for gate and up side by side, [C, 2m]."""
+        out = joined.new_empty(len(joined), joined.shape[1] // 2)
+        self._gate(*_addresses(joined, out), *out.shape)
+        return out
+
+    def rotate(
+        self, joined: Tensor, cos: Tensor, sin: Tensor, norms: tuple[Tensor | None, Tensor | None], eps: float,
+        out: tuple[Tensor, Tensor, Tensor],
+    ) -> None:  # fmt: skip
+        """joined [C, all heads * size] → query [C, heads, size], key, value [C, KV heads, size]; cos, sin [C, size / 2]."""
+        query, key, _ = out
+        addresses = _addresses(joined, cos, sin, *norms, *out)
+        self._rotate(*addresses, len(joined), query.shape[1], key.shape[1], query.shape[2], eps)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sequences: npt.NDArray[np.int64],
+        scale: float,
+        window: int,
+        last: bool,
+    ) -> Tensor:
+        """Attention of query [R, heads, size] to key, value [R, KV heads, size]; sequences [n, 5] as kernels.cpp has them."""
+        out = torch.zeros_like(query)
+        self._attend(
+            *_addresses(query, key, value, out), *(x.stride(0) for x in (query, key, value)),
+            sequences.ctypes.data, len(sequences), query.shape[1], *key.shape[1:], scale, window, last,
+        )  # fmt: skip
+        return out
+
+
+def _declared(function: Any, arguments: list[Any]) -> Callable[..., None]:
+    function.restype, function.argtypes = None, arguments
+    declared: Callable[..., None] = function
+    return declared
+
+
+def _addresses(*tensors: Tensor | None) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def load_kernels() -> Kernels | None:
+    """Those of this machine, or None where it has no use for them or no compiler (CXX, else g++)."""
+    if not torch.cpu._is_amx_tile_supported():
+        return None
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    try:
+        return Kernels(ctypes.CDLL(str(_built(compiler))))
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        log.warning(
+            "no kernels are compiled, which makes the model slower: %s: %s", compiler[0], first_line(ValueError(said))
+        )
+        return None
+
+
+def _built(compiler: list[str]) -> Path:
+    """The library's path; it is built where the cache has none of this source, PyTorch, compiler and processor."""
+    torch_libraries = Path(torch.__file__).parent / "lib"
+    processor = [
+        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "model name"))
+    ][:2]
+    made_of = (SOURCE.read_text(), torch.__version__, str(torch_libraries), *compiler, *FLAGS, *processor)
+    digest = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prefill-score"
+    library = folder / f"kernels-{digest}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # complete before it has its name: others may build too
+            fresh = Path(scratch) / library.name
+            link = (f"-L{torch_libraries}", "-ltorch_cpu", f"-Wl,-rpath,{torch_libraries}")
+            command = [*compiler, *FLAGS, str(SOURCE), "-o", str(fresh), *link]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+            fresh.replace(library)
+    return library
