@@ -15,7 +15,8 @@ LINE_EVERY_SEC = 30.0
 SUMMARY = (  # what a person wants to see first, and how
     ("status", "{}"), ("output", "{}"), ("rows", "{:,}"), ("rows_out", "{:,}"), ("rejects", "{:,}"), ("tokens", "{:,}"),
     ("truncated_rows", "{:,}"), ("control_token_rows", "{:,}"), ("empty_lists", "{:,}"), ("unknown_ids", "{:,}"),
-    ("shards", "{:,}"), ("batches", "{:,}"), ("encode_sec", "{:.2f}"), ("search_sec", "{:.2f}"), ("wall_sec", "{:.2f}"),
+    ("shards", "{:,}"), ("batches", "{:,}"), ("encoder", "{}"), ("start_sec", "{:.2f}"),
+    ("encode_sec", "{:.2f}"), ("search_sec", "{:.2f}"), ("wall_sec", "{:.2f}"),
     ("tokens_per_sec", "{:,.0f}"), ("device", "{}"), ("dtype", "{}"),
 )  # fmt: skip
 ALWAYS_SHOWN = {"status", "output", "rows", "rows_out", "rejects", "tokens", "device", "dtype"}

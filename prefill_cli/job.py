@@ -23,8 +23,8 @@ from prefill_cli.scoring.topk import Catalogue
 
 log = logging.getLogger(__name__)
 AUTO_BATCH_TOKENS = {"cpu": 4_096, "mps": 16_384, "cuda": 65_536}
-# Floating-point operations from which compiling (some 10 s on a CPU, a minute on a GPU) costs less than it saves.
-COMPILE_FROM = {"cpu": 1e13, "mps": float("inf"), "cuda": 1e16}
+# Floating-point operations from which compiling (2 s on a CPU, once a machine; a minute on a GPU) costs less than it saves.
+COMPILE_FROM = {"cpu": 2e12, "mps": float("inf"), "cuda": 1e16}
 BYTES_PER_TOKEN = 4  # of an input file, about: most of it is prompts
 
 

@@ -102,6 +102,7 @@ class Vectors:
 
     read: Read
     encoded: Encoded
+    encoder: str
     sec: float
     start_sec: float
 
@@ -135,6 +136,7 @@ class Worker:
         began = time.perf_counter()
         encoded = self._encoder.encode(input_ids, on_batch)
         sec = time.perf_counter() - began
+        encoder = self._encoder.name
         if not input_ids:
             self._encoder = None  # nothing was checked yet
         elif encoded.vectors.shape[1] != self._job.items.width and len(encoded.out_of_memory) < len(input_ids):
@@ -142,7 +144,7 @@ class Worker:
                 f"{self._job.folder.path}: the model gives vectors of {encoded.vectors.shape[1]}, not of "
                 f"{self._job.folder.hidden_size} as its config.json says, and items are {self._job.items.width} wide"
             )
-        return Vectors(read, encoded, sec, start_sec)
+        return Vectors(read, encoded, encoder, sec, start_sec)
 
     def finish(self, done: Vectors) -> Receipt:
         """Search, and write the part and the rejects; returns what the shard's receipt says."""
@@ -168,6 +170,7 @@ class Worker:
             "empty_lists": found.empty_lists,
             "unknown_ids": filters.unknown_ids,
             "batches": encoded.batches,
+            "encoder": done.encoder,
             "start_sec": done.start_sec,
             "read_sec": done.read.sec,
             "encode_sec": done.sec,

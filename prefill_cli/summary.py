@@ -50,6 +50,7 @@ def totals_of(job: Job, receipts: list[Receipt], wall_sec: float) -> dict[str, A
         "wall_sec": wall_sec,
         "tokens_per_sec": sums["tokens"] / sums["encode_sec"] if sums["encode_sec"] else 0.0,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        "encoder": ", ".join(sorted({receipt["encoder"] for receipt in receipts if receipt["batches"]})) or job.encoder,
         "device": job.device,
         "dtype": job.dtype,
     }
@@ -71,7 +72,7 @@ def manifest_of(job: Job, fingerprint: manifest.Fingerprint, totals: dict[str, A
             "hidden_size": folder.hidden_size,
             "pooling": folder.pooling,
             "weights_sha256": folder.weights_sha256,
-            "max_batch_tokens": job.max_batch_tokens,
+            **job.choices,
         },
         "tokens": {
             "max_length": job.tokenize.limit,

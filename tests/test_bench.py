@@ -1,9 +1,11 @@
 """`prefill-score bench`: the same prompts in every way, and numbers that belong together."""
 
 import json
+import subprocess
+import sys
 
 import pytest
-from conftest import random_prompts, write_prompts
+from conftest import PROJECT, random_prompts, write_prompts
 from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
 from typer.testing import CliRunner
 
@@ -88,3 +90,12 @@ def test_an_input_without_a_prompt_to_measure_is_refused(job, tmp_path):
     inputs = write_prompts(tmp_path / "none.parquet", [None, "", *random_prompts(3)])
     with pytest.raises(InputError, match="no prompt to measure"):
         bench(job.config(inputs=(str(inputs),)), rows=2, repeat=1)
+
+
+def test_the_gpu_script_runs_on_a_cpu_too():
+    line = [sys.executable, str(PROJECT / ".ci" / "gpu.py"), "--device", "cpu", "--shapes", "tiny", "--rows", "12"]
+    done = subprocess.run(line, check=False, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    bfloat16, float32 = (json.loads(text) for text in done.stdout.splitlines())
+    assert bfloat16["verify"]["status"] == float32["verify"]["status"] == "same"
+    assert float32["bench"]["encoder"] == "packed"

@@ -21,8 +21,9 @@ from prefill_cli.errors import Interrupted
 
 FIELDS = {  # contract 2.6; cached_rows comes with the cache
     "status", "output", "rows", "rows_out", "rejects", "tokens", "computed_tokens", "truncated_rows", "control_token_rows",
-    "retried_rows", "empty_lists", "unknown_ids", "dropped_items", "shards", "batches", "encode_sec", "search_sec",
-    "wall_sec", "tokens_per_sec", "peak_rss_bytes", "device", "dtype",
+    "retried_rows", "empty_lists", "unknown_ids", "dropped_items", "shards", "batches", "encoder",
+    "start_sec", "read_sec", "encode_sec", "search_sec", "write_sec", "wall_sec",
+    "tokens_per_sec", "peak_rss_bytes", "device", "dtype",
 }  # fmt: skip
 SECRET = "SECRET-123"
 

@@ -1,6 +1,7 @@
 """A run that ends early is taken up by the same command, and nobody can tell from the result."""
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -301,3 +302,15 @@ def test_sigkill_at_any_moment_leaves_the_old_result_and_the_same_command_gives_
     assert parts(job.out) == parts(whole)
     assert not staged(job).exists()
     assert not job.out.with_name(".out.lock").exists()
+
+
+def test_budget_encoder_and_compiling_of_the_first_start_are_kept(job, tmp_path):
+    stop_after(job, 1, shard_rows=7, max_batch_tokens=64, encoder="plain", compile=True)
+    job.run(shard_rows=7, max_batch_tokens=4096, compile=False)
+    made = json.loads((job.out / "_manifest.json").read_text())
+    assert {k: made["model"][k] for k in ("max_batch_tokens", "encoder", "compile")} == {
+        "max_batch_tokens": 64, "encoder": "plain", "compile": True,
+    }  # fmt: skip
+    assert made["totals"]["encoder"] == "plain"
+    job.run(shard_rows=7, max_batch_tokens=64, encoder="plain", output=tmp_path / "whole")
+    assert parts(job.out) == parts(tmp_path / "whole")

@@ -42,6 +42,8 @@ class Encoded:
 class Encoder(Protocol):
     """Anything that turns prompts into vectors."""
 
+    name: str  # for the manifest
+
     def encode(self, input_ids: Sequence[npt.NDArray[np.int32]], on_batch: OnBatch) -> Encoded:
         """Vectors of `input_ids` (n arrays of at least one token each), in the same order."""
         ...

@@ -66,7 +66,7 @@ class Kernels:
         window: int,
         last: bool,
     ) -> Tensor:
-        """Attention of query [R, heads, size] to key, value [R, KV heads, size]; sequences [n, 5] as kernels.cpp has them."""
+        """Attention of query [R, heads, size] to key, value [R, KV heads, size]; sequences [n, 5] as in kernels.cpp."""
         out = torch.zeros_like(query)
         self._attend(
             *_addresses(query, key, value, out), *(x.stride(0) for x in (query, key, value)),

@@ -29,6 +29,8 @@ class PlainEncoder:
     max_batch_tokens: padded cells of a batch.
     """
 
+    name = "plain"
+
     def __init__(self, model: Any, *, pooling: str, dims: int | None, normalize: bool, max_batch_tokens: int) -> None:
         self._model = model
         self._pool = POOLINGS[pooling]

@@ -73,6 +73,8 @@ class PrefillEncoder:
     kernels: attention's own, where there are any.
     """
 
+    name = "packed"
+
     def __init__(
         self,
         decoder: Decoder,
