@@ -135,7 +135,7 @@ def print_summary(totals: dict[str, Any], as_json: bool) -> None:
     if as_json or not on_terminal(sys.stdout):
         give(json.dumps(totals, ensure_ascii=False))
         return
-    shown = {name: form.format(totals[name]) for name, form in SUMMARY if totals[name] or name in ALWAYS_SHOWN}
+    shown = {name: form.format(totals[name]) for name, form in SUMMARY if totals.get(name) or name in ALWAYS_SHOWN}
     if totals["rejects"]:
         shown["rejects"] += f" ({', '.join(f'{count:,} {reason}' for reason, count in totals['reject_reasons'].items())})"
     print_table(list(shown.items()))

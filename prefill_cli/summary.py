@@ -33,7 +33,7 @@ def totals_of(job: Job, receipts: list[Receipt], wall_sec: float) -> dict[str, A
         "write_sec",
     )
     reasons: Counter[str] = sum((Counter(receipt["reasons"]) for receipt in receipts), Counter())
-    sums = {name: sum(receipt[name] for receipt in receipts) for name in summed}
+    sums = {name: sum(receipt.get(name, 0) for receipt in receipts) for name in summed}  # an older version told less
     if sums["rows"] != job.plan.rows or sums["rows"] != sums["rows_out"] + sums["rejects"]:
         raise PrefillScoreError(
             f"rows are unaccounted for: {job.plan.rows} in, {sums['rows_out']} out, {sums['rejects']} rejected"
@@ -50,7 +50,8 @@ def totals_of(job: Job, receipts: list[Receipt], wall_sec: float) -> dict[str, A
         "wall_sec": wall_sec,
         "tokens_per_sec": sums["tokens"] / sums["encode_sec"] if sums["encode_sec"] else 0.0,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
-        "encoder": ", ".join(sorted({receipt["encoder"] for receipt in receipts if receipt["batches"]})) or job.encoder,
+        "encoder": ", ".join(sorted({receipt.get("encoder", "plain") for receipt in receipts if receipt["batches"]}))
+        or job.encoder,
         "device": job.device,
         "dtype": job.dtype,
     }

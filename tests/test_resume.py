@@ -314,3 +314,14 @@ def test_budget_encoder_and_compiling_of_the_first_start_are_kept(job, tmp_path)
     assert made["totals"]["encoder"] == "plain"
     job.run(shard_rows=7, max_batch_tokens=64, encoder="plain", output=tmp_path / "whole")
     assert parts(job.out) == parts(tmp_path / "whole")
+
+
+def test_receipts_of_a_version_that_told_less_are_taken_up(job):
+    stop_after(job, 2, shard_rows=7)
+    for path in (staged(job) / "receipts").iterdir():
+        told = json.loads(path.read_text())
+        path.write_text(
+            json.dumps({k: v for k, v in told.items() if k not in ("encoder", "start_sec", "read_sec", "write_sec")})
+        )
+    totals = job.run(shard_rows=7)
+    assert (totals["rows_out"], totals["encoder"]) == (30, "packed, plain")
