@@ -297,13 +297,10 @@ def bench(
 
     Example: prefill-score bench prompts.parquet -m ./model
     """
+    given = {name: value for name, value in locals().items() if name in DEFAULTS and name not in ("inputs", "json")}
     with exits():
         console.listen()
-        given = {
-            "inputs": inputs or [], "model": model, "dtype": dtype, "device": device, "max_batch_tokens": max_batch_tokens,
-            "compile": compile,
-        }  # fmt: skip
-        settings = resolve(given, config, needs=("model",))
+        settings = resolve(given | {"inputs": inputs or []}, config, needs=("model",))
         from prefill_cli.tools import bench as tool
 
         console.print_bench(tool.bench(settings, rows, repeat, peer or ()), json)
@@ -327,13 +324,10 @@ def verify(
 
     Example: prefill-score verify prompts.parquet -m ./model
     """
+    given = {name: value for name, value in locals().items() if name in DEFAULTS and name not in ("inputs", "json")}
     with exits():
         console.listen()
-        given = {
-            "inputs": inputs or [], "model": model, "dtype": dtype, "device": device, "max_batch_tokens": max_batch_tokens,
-            "compile": compile,
-        }  # fmt: skip
-        settings = resolve(given, config, needs=("model",))
+        settings = resolve(given | {"inputs": inputs or []}, config, needs=("model",))
         from prefill_cli.tools import verify as tool
 
         found = tool.verify(settings, rows)

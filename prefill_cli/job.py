@@ -94,6 +94,7 @@ def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
     form = results.plan_format(config, plan, items.ids.type)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
+    tokens = sum(file.data_bytes for file in plan.files) / BYTES_PER_TOKEN  # as far as the footers tell
     made_with = {
         "model_sha256": folder.weights_sha256,
         "pooling": folder.pooling,
@@ -114,9 +115,9 @@ def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
         form=form,
         device=device,
         dtype=dtype,
-        max_batch_tokens=config.max_batch_tokens or AUTO_BATCH_TOKENS[device.partition(":")[0]],
+        max_batch_tokens=batch_tokens(config, device),
         encoder=config.encoder,
-        compile=_pays_to_compile(plan, folder, device) if config.compile is None else config.compile,
+        compile=pays_to_compile(tokens, folder, device) if config.compile is None else config.compile,
         staging=Staging(out),
     )
     files = "1 file" if len(plan.files) == 1 else f"{len(plan.files):,} files"
@@ -133,9 +134,13 @@ def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
     return job, _fingerprint(job) | digests
 
 
-def _pays_to_compile(plan: InputPlan, folder: ModelFolder, device: str) -> bool:
-    """Whether the prompts, as far as the files' footers tell their size, are enough work."""
-    tokens = sum(file.data_bytes for file in plan.files) / BYTES_PER_TOKEN
+def batch_tokens(config: RunConfig, device: str) -> int:
+    """The token budget, chosen by the device where the user did not."""
+    return config.max_batch_tokens or AUTO_BATCH_TOKENS[device.partition(":")[0]]
+
+
+def pays_to_compile(tokens: float, folder: ModelFolder, device: str) -> bool:
+    """Whether so many tokens are enough work."""
     return tokens * folder.flops_per_token >= COMPILE_FROM[device.partition(":")[0]]
 
 

@@ -1,7 +1,5 @@
 """What a run did: totals over the shards, and the manifest that keeps them with everything that led to them."""
 
-import resource
-import sys
 from collections import Counter
 from typing import Any
 
@@ -49,7 +47,7 @@ def totals_of(job: Job, receipts: list[Receipt], wall_sec: float) -> dict[str, A
         "shards": len(receipts),
         "wall_sec": wall_sec,
         "tokens_per_sec": sums["tokens"] / sums["encode_sec"] if sums["encode_sec"] else 0.0,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        "peak_rss_bytes": manifest.peak_rss_bytes(),
         "encoder": ", ".join(sorted({receipt.get("encoder", "plain") for receipt in receipts if receipt["batches"]}))
         or job.encoder,
         "device": job.device,

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from conftest import PROJECT, random_prompts, write_prompts
 from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
@@ -13,6 +14,7 @@ from prefill_cli import cli
 from prefill_cli.encoding import decoders
 from prefill_cli.encoding.choice import CHUNK
 from prefill_cli.errors import InputError
+from prefill_cli.tools import bench as tool
 from prefill_cli.tools.bench import bench
 from prefill_cli.tools.workload import INSTRUCTION, synthetic_prompts
 
@@ -55,6 +57,14 @@ def test_a_peer_that_is_not_installed_says_how_it_is(job, tmp_path):
     assert (done.exit_code, "pip install vllm" in done.stderr) == (2, True)
     done = CliRunner().invoke(cli.app, [*line, "vlm"])
     assert (done.exit_code, "sentence-transformers or vllm" in done.stderr) == (2, True)
+
+
+def test_a_peer_is_measured_beside_the_others(job, monkeypatch):
+    seen = []
+    monkeypatch.setattr(tool, "load_peer", lambda *_: lambda texts: (seen.append(list(texts)), np.ones((len(texts), 2)))[1])
+    measured = tool.bench(job.config(), rows=5, repeat=2, peers=("vllm",))
+    assert seen == [job.prompts[:5]] * 2
+    assert (measured["ways"]["vllm"]["padding"], measured["ways"]["vllm"]["sec"] > 0) == (None, True)
 
 
 def test_verify_shows_the_differences_and_exits_by_them(job, monkeypatch):

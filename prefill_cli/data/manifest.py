@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import resource
 import socket
 import sys
 from pathlib import Path
@@ -84,6 +85,11 @@ def describe_inputs(plan: InputPlan) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     found = {name: importlib.metadata.version(name) for name in PACKAGES}
     return {"prefill-score": __version__, "python": platform.python_version(), **found}
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process held so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def environment() -> dict[str, Any]:

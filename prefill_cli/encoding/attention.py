@@ -4,7 +4,7 @@ Queries are cut into tiles of TILE positions that are counted from the prompt's 
 is one call of scaled_dot_product_attention for exactly TILE queries over the keys up to the tile's end; where a sequence
 begins or ends inside a tile, the tile is filled up. So the shape of a call depends on the tile's number alone, and with
 it the kernel and the order of every sum: a position's bits are the same in any prompt that begins with the same tokens,
-alone, among neighbours, and computed as part of a shared prefix. Exact shapes would save about 10 % of attention, but
+alone, among neighbours, and computed as part of a shared prefix. Exact shapes would save about 12 % of attention, but
 their bits differ: a kernel for 57 queries is another than that for 64.
 
 In bfloat16 on a CPU with tile units the same is done by a kernel of this project's own (kernels.cpp, kernels.py) in

@@ -168,6 +168,7 @@ class FusedDecoder:
             wide = torch.zeros(1, dtype=torch.float32, device=positions.device)
             cos, sin = self._rotary(wide, torch.arange(length, device=positions.device)[None])
             half = self._head_size // 2  # the second half repeats the first
+            # Cosines last: another lane that finds them long enough finds the sines so, too.
             self._sin = sin[0, :, :half].float().contiguous()
             self._cos = cos[0, :, :half].float().contiguous()
         return self._cos[positions], self._sin[positions]

@@ -6,8 +6,6 @@ with attention per prompt (attention.py, decoders.py). Rows run side by side, on
 share a product wait for the slowest at its end.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Iterator, Sequence
@@ -99,7 +97,7 @@ class PrefillEncoder:
         self.lanes = min(cores, MAX_LANES) if plain.device.type == "cpu" else 1  # rows at work side by side
         self._pool = ThreadPoolExecutor(self.lanes, "prefill", torch.set_num_threads, (max(1, cores // self.lanes),))
 
-    def without_sharing(self) -> PrefillEncoder:
+    def without_sharing(self) -> "PrefillEncoder":
         """The same encoder, which computes equal prompts and shared prefixes again and again."""
         other = copy.copy(self)
         other._share = False

@@ -5,8 +5,6 @@ each kept. Start-up (imports, weights, compiling) is told apart. Tokens are ever
 tokens per second compare like with like.
 """
 
-import resource
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,23 +12,19 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from torch.nn import functional as F
 
 from prefill_cli.config import RunConfig
-from prefill_cli.data.inputs import plan_inputs
-from prefill_cli.data.prompts import ShardReader
-from prefill_cli.data.rows import read_rows
-from prefill_cli.data.tokenization import Ids, PromptTokenizer, load_tokenizer
+from prefill_cli.data.manifest import peak_rss_bytes
+from prefill_cli.data.tokenization import Ids
 from prefill_cli.encoding.choice import choose_encoder, plain_encoder
-from prefill_cli.encoding.encoder import Encoder, EncoderOptions
-from prefill_cli.encoding.loading import choose_device, choose_dtype, load_base_model, open_model_folder
+from prefill_cli.encoding.encoder import Encoder
 from prefill_cli.encoding.prefill import PrefillEncoder
-from prefill_cli.errors import InputError, UsageError
-from prefill_cli.job import AUTO_BATCH_TOKENS, COMPILE_FROM
-from prefill_cli.tools.peers import decoding_sec, load_peer
-from prefill_cli.tools.workload import synthetic_prompts
+from prefill_cli.errors import UsageError
+from prefill_cli.job import pays_to_compile
+from prefill_cli.tools.peers import load_peer
+from prefill_cli.tools.subject import load_subject
 
 LOOP_ROWS = 32
 DECODED_PROMPTS = 4
@@ -44,29 +38,16 @@ def bench(config: RunConfig, rows: int, repeat: int, peers: Sequence[str] = ()) 
     (`mfu`); and what generating --top-k ids would cost.
     """
     began = time.perf_counter()
-    config = replace(config, exclude_column=None, candidates_column=None, keep_columns=())  # read what encoding needs
-    folder = open_model_folder(config)
-    device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
-    tokenize = PromptTokenizer(load_tokenizer(str(folder.path), config), config, folder.positions, folder.vocabulary)
-    prompts, texts = read_prompts(config, rows, tokenize)
-    if peers and not texts:
+    subject = load_subject(config, rows, with_texts=bool(peers))
+    model, prompts, device, dtype = subject.model, subject.prompts, subject.device, subject.options.dtype
+    if peers and not subject.texts:
         raise UsageError("--peer needs prompts that are text: an input with a prompt column, or none at all")
     tokens = sum(map(len, prompts))
-    kind = device.partition(":")[0]
-    model = load_base_model(folder, device, dtype, config.trust_remote_code)
     start_sec = time.perf_counter() - began
 
     began = time.perf_counter()
-    compiled = tokens * repeat * folder.flops_per_token >= COMPILE_FROM[kind] if config.compile is None else config.compile
-    options = EncoderOptions(
-        pooling="last",
-        dims=config.dims,
-        normalize=config.normalize,
-        dtype=dtype,
-        max_batch_tokens=config.max_batch_tokens or AUTO_BATCH_TOKENS[kind],
-        compiled=compiled,
-    )
+    compiled = pays_to_compile(tokens * repeat, subject.folder, device) if config.compile is None else config.compile
+    options = replace(subject.options, pooling="last", compiled=compiled)  # as the loop and the peers pool
     ours = plain_encoder(model, options) if config.encoder == "plain" else choose_encoder(model, options, prompts)
     first_batch_sec = time.perf_counter() - began
     by_length = sorted(prompts, key=len, reverse=True)
@@ -79,8 +60,7 @@ def bench(config: RunConfig, rows: int, repeat: int, peers: Sequence[str] = ()) 
         "loop, arrival order": lambda: _loop(model, prompts),
     }
     for name in peers:
-        embed = load_peer(name, folder.path, dtype, device, tokenize.limit)
-        ways[name] = lambda embed=embed: embed(texts) and None  # type: ignore[misc]
+        ways[name] = _peer(load_peer(name, subject.folder.path, dtype, device, subject.limit), subject.texts)
     _loop(model, prompts[:LOOP_ROWS])  # first-call costs belong to none of the ways
     seconds = dict.fromkeys(ways, float("inf"))
     cells: dict[str, int | None] = dict.fromkeys(ways)
@@ -92,8 +72,7 @@ def bench(config: RunConfig, rows: int, repeat: int, peers: Sequence[str] = ()) 
     own = seconds["prefill-score"]
     products = _product_rate(model, ours)
     flops = 2.0 * sum(weight.numel() for weight in _weights(model)) * (cells["prefill-score"] or 0)
-    prefill_sec, step_sec = decoding_sec(model, by_length[:: max(1, len(by_length) // DECODED_PROMPTS)][:DECODED_PROMPTS])
-    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    prefill_sec, step_sec = _decoding_sec(model, by_length[:: max(1, len(by_length) // DECODED_PROMPTS)][:DECODED_PROMPTS])
     return {
         "rows": len(prompts),
         "tokens": tokens,
@@ -101,7 +80,7 @@ def bench(config: RunConfig, rows: int, repeat: int, peers: Sequence[str] = ()) 
         "dtype": dtype,
         "threads": torch.get_num_threads(),
         "repeat": repeat,
-        "encoder": "packed" if isinstance(ours, PrefillEncoder) else "plain",
+        "encoder": ours.name,
         "compiled": compiled,
         "start_sec": round(start_sec, 3),
         "first_batch_sec": round(first_batch_sec, 3),
@@ -117,7 +96,7 @@ def bench(config: RunConfig, rows: int, repeat: int, peers: Sequence[str] = ()) 
         "linear_flops_per_sec": round(flops / own),
         "product_flops_per_sec": round(products),
         "mfu": round(flops / own / products, 3),
-        "peak_rss_bytes": rss,
+        "peak_rss_bytes": peak_rss_bytes(),
         "decoding": {
             "ids": config.top_k,
             "step_sec": round(step_sec, 6),
@@ -127,26 +106,15 @@ def bench(config: RunConfig, rows: int, repeat: int, peers: Sequence[str] = ()) 
     }
 
 
-def read_prompts(config: RunConfig, rows: int, tokenize: PromptTokenizer) -> tuple[list[Ids], list[str]]:
-    """Token ids, and the texts where the input's prompts are text (or are made here)."""
-    if config.inputs:
-        plan = plan_inputs(config)
-        shard = plan.shards(rows)[0]
-        prompts = read_rows(ShardReader(plan, config), tokenize, plan, config.id_column, shard).input_ids
-        texts = []
-        if not (config.messages_column or config.token_ids_column):
-            pieces = ShardReader(plan, config).read(shard)
-            texts = [config.prefix + t for piece in pieces for t in piece.prompts.to_pylist() if isinstance(t, str) and t]
-    else:
-        texts = synthetic_prompts(rows)
-        prompts = [ids for ids in tokenize(pa.array(texts)).input_ids if ids is not None]
-    if not prompts:
-        raise InputError("there is no prompt to measure with: every row of the first shard is rejected")
-    return prompts, texts
-
-
 def _way(encoder: Encoder, prompts: Sequence[Ids]) -> Callable[[], int]:
     return lambda: encoder.encode(prompts, lambda *_: None).computed_tokens
+
+
+def _peer(embed: Callable[[Sequence[str]], Any], texts: Sequence[str]) -> Callable[[], None]:
+    def way() -> None:
+        embed(texts)
+
+    return way
 
 
 def _loop(model: Any, prompts: Sequence[Ids]) -> int:
@@ -195,3 +163,27 @@ def _product_rate(model: Any, encoder: Encoder, rows: int = 2_048, passes: int =
             torch.cuda.synchronize()
         best = max(best, 2.0 * rows * weight.numel() * passes * lanes / (time.perf_counter() - began))
     return best
+
+
+def _decoding_sec(model: Any, prompts: Sequence[Ids], steps: int = 8) -> tuple[float, float]:
+    """Seconds of the prefill pass of some prompts, and of one decoding step after it, without the vocabulary's product.
+
+    Plain Transformers, one prompt at a time with a key-value cache, the median over prompts: what generating ids costs
+    at least.
+    """
+    device = next(model.parameters()).device
+    prefill, step = [], []
+    with torch.inference_mode():
+        for ids in prompts:
+            began = time.perf_counter()
+            out = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None].to(device), use_cache=True)
+            name = "cache" if "cache" in out else "past_key_values"  # as of Transformers 5.20 or so, and before
+            cache = {name: out[name]}
+            out.last_hidden_state.sum().item()  # waits for the device
+            prefill.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            for _ in range(steps):
+                out = model(input_ids=torch.tensor([[int(ids[-1])]], device=device), use_cache=True, **cache)
+            out.last_hidden_state.sum().item()
+            step.append((time.perf_counter() - began) / steps)
+    return float(np.median(prefill)), float(np.median(step))

@@ -1,4 +1,4 @@
-"""What people would use instead, over the same token ids or texts: for `prefill-score bench --peer`."""
+"""What people would use instead, over the same texts: for `prefill-score bench --peer`."""
 
 import importlib
 import os
@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 
-from prefill_cli.data.tokenization import Ids
 from prefill_cli.errors import UsageError
 
 # Name → package, and how one gets it.
@@ -34,7 +33,6 @@ def load_peer(name: str, folder: Path, dtype: str, device: str, limit: int | Non
 def _sentence_transformers(
     package: Any, folder: Path, dtype: str, device: str, limit: int | None
 ) -> Callable[[Sequence[str]], Any]:
-    import torch
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer  # type: ignore[import-not-found]
 
     # Said outright that it is text: version 6 puts plain strings through a chat template otherwise.
@@ -59,31 +57,3 @@ def _vllm(package: Any, folder: Path, dtype: str, device: str, limit: int | None
         return model.embed(list(texts), use_tqdm=False)
 
     return encode
-
-
-def decoding_sec(model: Any, prompts: Sequence[Ids], steps: int = 8) -> tuple[float, float]:
-    """Seconds of the prefill pass of some prompts, and of one decoding step after it, without the vocabulary's product.
-
-    Plain Transformers, one prompt at a time with a key-value cache, the median over prompts: what generating ids costs
-    at least.
-    """
-    import time
-
-    import torch
-
-    device = next(model.parameters()).device
-    prefill, step = [], []
-    with torch.inference_mode():
-        for ids in prompts:
-            began = time.perf_counter()
-            out = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None].to(device), use_cache=True)
-            name = "cache" if "cache" in out else "past_key_values"  # as of Transformers 5.20 or so, and before
-            cache = {name: out[name]}
-            out.last_hidden_state.sum().item()  # waits for the device
-            prefill.append(time.perf_counter() - began)
-            began = time.perf_counter()
-            for _ in range(steps):
-                out = model(input_ids=torch.tensor([[int(ids[-1])]], device=device), use_cache=True, **cache)
-            out.last_hidden_state.sum().item()
-            step.append((time.perf_counter() - began) / steps)
-    return float(np.median(prefill)), float(np.median(step))
