@@ -8,6 +8,7 @@ import torch
 from prefill_cli.encoding import kernels
 from prefill_cli.encoding.attention import TILE, PackedAttention, PrefixStates, Run
 from prefill_cli.encoding.kernels import load_kernels
+from prefill_cli.encoding.varlen import Varlen, load_varlen
 
 SIZE = 32
 
@@ -104,6 +105,54 @@ def test_a_number_that_is_none_reaches_its_own_prompt_only(bad, way, own_kernel)
         others = torch.ones(len(out), dtype=torch.bool)
         others[run.stop - TILE : run.stop] = False
         assert torch.equal(out[others], clean[others])
+
+
+def causal_only(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, is_causal, scale):
+    """The kernel of torch 2.10 in words: sequences end to end, queries aligned with the ends of their keys."""
+    assert is_causal
+    return windowed(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=(-1, 0))
+
+
+def windowed(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False, num_splits=1):
+    """That of torch 2.12 and later."""
+    assert enable_gqa == (query.shape[1] != key.shape[1]) or window_size == (-1, 0)
+    assert (num_splits, window_size[1], cu_seq_q.dtype, cu_seq_k.dtype) == (1, 0, torch.int32, torch.int32)
+    assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
+    parts = []
+    for i in range(len(cu_seq_q) - 1):
+        q, k, v = (x[e[i] : e[i + 1]] for x, e in ((query, cu_seq_q), (key, cu_seq_k), (value, cu_seq_k)))
+        whole = torch.cat([q.new_zeros(len(k) - len(q), *q.shape[1:]), q])
+        window = None if window_size[0] < 0 else window_size[0] + 1
+        parts.append(by_formula(whole, k, v, scale, window)[len(k) - len(q) :].to(q.dtype))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3)])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("kernel", [causal_only, windowed])
+def test_variable_length_attention_is_given_the_same_sequences(kernel, options, heads):
+    packed, runs, whole = case(torch.bfloat16, *heads)
+    calls = []
+    kernel_of_torch = Varlen(kernel)
+    kernel_of_torch._call = lambda *args, **named: (calls.append(named), kernel(*args, **named))[1]
+    attention = PackedAttention(runs, PrefixStates(), varlen=kernel_of_torch)
+    out = attention(0, *packed, scale=0.3, **options)
+    last = attention(0, *packed, scale=0.3, last_tile_only=True, **options)
+    for run, i, (query, key, value) in whole:
+        wanted = by_formula(query, key, value, 0.3, **options)[run.start :]
+        rows = slice(run.row + i * run.length, run.row + (i + 1) * run.length)
+        assert (out[rows].view(run.length, heads[0], SIZE) - wanted).abs().max() < 0.03
+        assert torch.equal(last[rows][-1], out[rows][-1])
+    assert not out[runs[-1].stop :].any()
+    served = "softcap" not in options and (kernel is windowed or "window" not in options)
+    assert len(calls) == (2 if served else 0), "where the kernel does not know the kind, tiles serve"
+
+
+def test_without_a_gpu_there_is_no_variable_length_attention(monkeypatch, caplog):
+    assert load_varlen(torch.device("cpu")) is None
+    assert not caplog.text
+    assert load_varlen(torch.device("cuda")) is None or torch.cuda.is_available()
+    assert torch.cuda.is_available() or "tiles serve" in caplog.text
 
 
 def test_without_a_compiler_the_other_way_is_taken_and_said(monkeypatch, tmp_path, caplog):

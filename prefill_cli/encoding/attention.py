@@ -8,18 +8,21 @@ alone, among neighbours, and computed as part of a shared prefix. Exact shapes w
 their bits differ: a kernel for 57 queries is another than that for 64.
 
 In bfloat16 on a CPU with tile units the same is done by a kernel of this project's own (kernels.cpp, kernels.py) in
-about half the time, where compiling is wanted.
+about half the time, where compiling is wanted. On CUDA in half precision PyTorch's variable-length attention takes all
+sequences of a row at once (varlen.py).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from prefill_cli.encoding.kernels import Kernels
+from prefill_cli.encoding.varlen import Layout, Varlen
 
 TILE = 64
 NO_WINDOW = 1 << 40
@@ -66,10 +69,14 @@ class PrefixStates:
 class PackedAttention:
     """Attention for one packed row, called once per layer."""
 
-    def __init__(self, runs: Sequence[Run], states: PrefixStates, kernels: Kernels | None = None) -> None:
+    def __init__(
+        self, runs: Sequence[Run], states: PrefixStates, kernels: Kernels | None = None, varlen: Varlen | None = None
+    ) -> None:
         self._runs = runs
         self._states = states
         self._kernels = kernels
+        self._varlen = varlen
+        self._packed: dict[bool, _Packed] = {}  # for varlen: by last_tile_only, made at the first layer
         if kernels:
             sequences = [(run.row + i * run.length, run) for run in runs for i in range(run.count)]
             # What kernels.cpp calls a Sequence: row, length, start, then addresses that differ by layer.
@@ -97,6 +104,8 @@ class PackedAttention:
         size = query.shape[-1]
         if self._kernels and query.dtype == torch.bfloat16 and not softcap and not size % 32 and value.shape[-1] == size:
             return self._by_kernel(self._kernels, layer, query, key, value, scale, window, last_tile_only)
+        if self._varlen and self._varlen.serves(query, value, window, softcap):
+            return self._by_varlen(self._varlen, layer, query, key, value, scale, window, last_tile_only)
         out = query.new_zeros(*query.shape[:2], value.shape[-1])
         for run in self._runs:
             end = run.start + run.length
@@ -129,15 +138,41 @@ class PackedAttention:
     ) -> Tensor:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         states = self._states
-        for run in self._runs:
-            if run.prefix >= 0:
-                self._with_context(states.keys, layer, run, key, 0)
-                self._with_context(states.values, layer, run, value, 0)
+        self._keep_prefixes(layer, key, value)
         sequences = self._sequences.copy()
         for column, kept in ((3, states.keys), (4, states.values)):
             addresses = [kept[layer, int(c)].data_ptr() if c >= 0 else 0 for c in self._contexts]
             sequences[:, column] = np.array(addresses, np.int64)[self._context_of]
         return kernels.attend(query, key, value, sequences, scale, window or NO_WINDOW, last).flatten(1)
+
+    def _by_varlen(
+        self,
+        varlen: Varlen,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        last: bool,
+    ) -> Tensor:
+        self._keep_prefixes(layer, key, value)
+        if last not in self._packed:
+            self._packed[last] = _Packed(self._runs, len(query), last, query.device)
+        packed, states = self._packed[last], self._states
+        keys, values = (
+            torch.cat([own, *(kept[layer, c] for c in packed.contexts)])[packed.key_rows]
+            for own, kept in ((key, states.keys), (value, states.values))
+        )
+        out = query.new_zeros(*query.shape[:2], value.shape[-1])
+        out[packed.query_rows] = varlen(query[packed.query_rows], keys, values, packed.layout, scale, window)
+        return out.flatten(1)
+
+    def _keep_prefixes(self, layer: int, key: Tensor, value: Tensor) -> None:
+        for run in self._runs:
+            if run.prefix >= 0:
+                self._with_context(self._states.keys, layer, run, key, 0)
+                self._with_context(self._states.values, layer, run, value, 0)
 
     def _with_context(
         self, states: dict[tuple[int, int], Tensor], layer: int, run: Run, packed: Tensor, filling: int
@@ -151,6 +186,39 @@ class PackedAttention:
         if run.prefix >= 0:
             states[layer, run.prefix] = whole[0, : run.start + run.length].clone()  # no view: it is kept, the rest is not
         return whole
+
+
+class _Packed:
+    """Which rows of a packed row variable-length attention takes, on the device.
+
+    query_rows: [Tq] rows that are computed. key_rows: [Tk] rows of the packed keys followed by those of `contexts`, the
+    prefixes that sequences go on from, end to end.
+    """
+
+    def __init__(self, runs: Sequence[Run], rows: int, last_only: bool, device: torch.device) -> None:
+        """rows: of the packed row, filling included. last_only: of each sequence the last row only."""
+        ends = {run.context: run.start for run in runs if run.context >= 0}
+        self.contexts = sorted(ends)
+        begins = dict(zip(self.contexts, rows + np.cumsum([0, *(ends[c] for c in self.contexts)]), strict=False))
+        queries, keys, numbers = [], [], []
+        for run in runs:
+            before = np.arange(run.start) + begins.get(run.context, 0)
+            for row in range(run.row, run.stop, run.length):
+                own = np.arange(row, row + run.length)
+                queries.append(own[-1:] if last_only else own)
+                keys += [before, own]
+                numbers.append((len(queries[-1]), run.start + run.length))
+        counts = np.array(numbers)
+
+        def on_device(values: npt.NDArray[np.int64], dtype: torch.dtype) -> Tensor:
+            return torch.from_numpy(values).to(device, dtype)
+
+        query_ends, key_ends = (np.concatenate([[0], np.cumsum(counts[:, i])]) for i in (0, 1))
+        self.query_rows = on_device(np.concatenate(queries), torch.int64)
+        self.key_rows = on_device(np.concatenate(keys), torch.int64)
+        self.layout = Layout(
+            on_device(query_ends, torch.int32), on_device(key_ends, torch.int32), *(int(n) for n in counts.max(0))
+        )
 
 
 def _attend(

@@ -42,11 +42,13 @@ class UnsupportedModelError(Exception):
 class PackedRow:
     """One batch: sequences end to end, then filling up to a whole number of chunks.
 
-    input_ids, positions: [R] int64 on the model's device. wanted: [w] rows whose hidden states are read, None: all.
+    input_ids, positions: [R] int64 on the model's device. longest: tokens of the longest prompt in it. wanted: [w] rows
+    whose hidden states are read, None: all.
     """
 
     input_ids: Tensor
     positions: Tensor
+    longest: int
     attention: PackedAttention
     wanted: Tensor | None
 
@@ -134,7 +136,7 @@ class FusedDecoder:
             self._after = torch.compile(_after_attention, dynamic=False)
 
     def __call__(self, row: PackedRow) -> Tensor:
-        cos, sin = self._rotation(row.positions)
+        cos, sin = self._rotation(row.positions, row.longest)
         hidden = self._embed(row.input_ids)
         for index, layer in enumerate(self._layers):
             last = index == len(self._layers) - 1 and row.wanted is not None
@@ -161,9 +163,9 @@ class FusedDecoder:
     def _chunks(self, rows: int) -> list[slice]:
         return [slice(start, start + self.chunk) for start in range(0, rows, self.chunk)]
 
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotation(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [R, head size / 2] in float32, from a table that grows with the longest prompt."""
-        if (longest := int(positions.max()) + 1) > len(self._cos):
+        if longest > len(self._cos):
             length = max(1_024, 1 << (longest - 1).bit_length())
             wide = torch.zeros(1, dtype=torch.float32, device=positions.device)
             cos, sin = self._rotary(wide, torch.arange(length, device=positions.device)[None])
@@ -271,7 +273,7 @@ def _detached(parameter: Tensor | None) -> Tensor | None:
 
 # --- every other family, through Transformers' own code ---
 
-_current = threading.local()  # .attention: that of the batch which this thread is at
+_current = threading.local()  # .row: the batch that this thread is at
 
 
 class TransformersDecoder:
@@ -286,12 +288,15 @@ class TransformersDecoder:
         self.chunk = chunk
         self._model = copy.deepcopy(model, shared)
         self._model.set_attn_implementation(INTERFACE)  # a name without a mask function: no mask is made
-        for layer in self._model.modules():
-            if isinstance(mlp := getattr(layer, "mlp", None), nn.Module):
-                layer.mlp = _InChunks(mlp, chunk)
+        attending = [m for m in self._model.modules() if isinstance(getattr(m, "layer_idx", None), int)]
+        for module in attending:
+            module.is_last_of_model = module.layer_idx == max(m.layer_idx for m in attending)
+        for layer in [m for m in self._model.modules() if isinstance(getattr(m, "mlp", None), nn.Module)]:
+            is_last = any(getattr(m, "is_last_of_model", False) for m in layer.modules())
+            layer.mlp = _InChunks(layer.mlp, chunk, wanted_only=is_last)
 
     def __call__(self, row: PackedRow) -> Tensor:
-        _current.attention = row.attention
+        _current.row = row
         hidden: Tensor = self._model(
             input_ids=row.input_ids[None], position_ids=row.positions[None], use_cache=False
         ).last_hidden_state[0]
@@ -299,14 +304,24 @@ class TransformersDecoder:
 
 
 class _InChunks(nn.Module):
-    """A position-wise module, called on `chunk` positions at a time."""
+    """A position-wise module, called on `chunk` positions at a time. wanted_only: on those that are read; others are 0."""
 
-    def __init__(self, inner: nn.Module, chunk: int) -> None:
+    def __init__(self, inner: nn.Module, chunk: int, wanted_only: bool) -> None:
         super().__init__()
         self._inner = inner
         self._chunk = chunk
+        self._wanted_only = wanted_only
 
     def forward(self, hidden: Tensor) -> Tensor:
+        wanted = _current.row.wanted if self._wanted_only else None
+        if wanted is None:
+            return self._in_chunks(hidden)
+        out = torch.zeros_like(hidden)
+        padded = F.pad(wanted, (0, -len(wanted) % self._chunk))
+        out[:, wanted] = self._in_chunks(hidden[:, padded])[:, : len(wanted)]
+        return out
+
+    def _in_chunks(self, hidden: Tensor) -> Tensor:
         return torch.cat([self._inner(part) for part in torch.split(hidden, self._chunk, 1)], 1)
 
 
@@ -326,7 +341,8 @@ def _attention_interface(
     if attention_mask is not None or asked or not getattr(module, "is_causal", True):
         raise UnsupportedModelError(f"its attention is not only causal ({', '.join(asked) or 'a mask of its own'})")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    attended = _current.attention(
+    row: PackedRow = _current.row
+    attended = row.attention(
         module.layer_idx,
         q,
         k,
@@ -334,5 +350,6 @@ def _attention_interface(
         scale=q.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
         softcap=softcap,
+        last_tile_only=row.wanted is not None and module.is_last_of_model,
     )
     return attended.view(1, *q.shape[:2], -1), None

@@ -28,6 +28,7 @@ from prefill_cli.encoding.loading import is_out_of_memory
 from prefill_cli.encoding.plain import PlainEncoder
 from prefill_cli.encoding.pooling import POOLINGS, finish
 from prefill_cli.encoding.prefix import Prefix, Sharing, nothing_shared, shared_prefixes
+from prefill_cli.encoding.varlen import load_varlen
 
 log = logging.getLogger(__name__)
 Ids = npt.NDArray[np.int32]
@@ -87,6 +88,7 @@ class PrefillEncoder:
     ) -> None:
         self._decoder = decoder
         self._kernels = kernels
+        self._varlen = load_varlen(plain.device)
         self._plain = plain
         self._pooling = pooling
         self._dims = dims
@@ -231,7 +233,8 @@ class PrefillEncoder:
             PackedRow(
                 input_ids=on_device(np.pad(ids, (0, filling))),
                 positions=on_device(np.pad(np.concatenate(positions), (0, filling))),
-                attention=PackedAttention(runs, shard.states, self._kernels),
+                longest=max(run.start + run.length for run in runs),
+                attention=PackedAttention(runs, shard.states, self._kernels, self._varlen),
                 wanted=None if wanted is None else on_device(wanted),
             )
         )
