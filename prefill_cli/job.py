@@ -1,6 +1,7 @@
 """What a run will do, found and checked before any weight is read: inputs, model folder, items, device, fingerprint."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from prefill_cli.data import manifest, results
 from prefill_cli.data.inputs import InputPlan, Shard, plan_inputs
 from prefill_cli.data.staging import Staging, output_folder
 from prefill_cli.data.tokenization import PromptTokenizer, load_tokenizer
+from prefill_cli.encoding.budget import auto_batch_tokens
 from prefill_cli.encoding.encoder import EncoderOptions
 from prefill_cli.encoding.loading import ModelFolder, choose_device, choose_dtype, open_model_folder
 from prefill_cli.errors import InputError, ItemsError, ModelError, OutputError, os_errors_as
@@ -22,9 +24,10 @@ from prefill_cli.scoring.items import Items, check_provenance, load_items
 from prefill_cli.scoring.topk import Catalogue
 
 log = logging.getLogger(__name__)
-AUTO_BATCH_TOKENS = {"cpu": 4_096, "mps": 16_384, "cuda": 65_536}
-# Floating-point operations from which compiling (2 s on a CPU, once a machine; a minute on a GPU) costs less than it saves.
+# Floating-point operations from which compiling (2 s on a CPU, once a machine; a minute on a GPU) costs less than it saves,
+# and from which a probe of token budgets (a second or two) does.
 COMPILE_FROM = {"cpu": 2e12, "mps": float("inf"), "cuda": 1e16}
+PROBE_FROM = {"cpu": 2e14, "mps": 1e15, "cuda": 1e16}
 BYTES_PER_TOKEN = 4  # of an input file, about: most of it is prompts
 
 
@@ -45,6 +48,7 @@ class Job:
     max_batch_tokens: int
     encoder: str  # auto or plain
     compile: bool
+    probe: bool  # whether the first encoder may choose another budget
     staging: Staging
 
     @property
@@ -66,6 +70,7 @@ class Job:
             max_batch_tokens=self.max_batch_tokens,
             compiled=self.compile,
             share=self.config.share,
+            probe=self.probe,
         )
 
     @property
@@ -115,9 +120,10 @@ def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
         form=form,
         device=device,
         dtype=dtype,
-        max_batch_tokens=batch_tokens(config, device),
+        max_batch_tokens=config.max_batch_tokens or auto_batch_tokens(folder.hidden_size, dtype, device),
         encoder=config.encoder,
-        compile=pays_to_compile(tokens, folder, device) if config.compile is None else config.compile,
+        compile=pays(COMPILE_FROM, tokens, folder, device) if config.compile is None else config.compile,
+        probe=not config.max_batch_tokens and pays(PROBE_FROM, tokens, folder, device),
         staging=Staging(out),
     )
     files = "1 file" if len(plan.files) == 1 else f"{len(plan.files):,} files"
@@ -134,14 +140,9 @@ def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
     return job, _fingerprint(job) | digests
 
 
-def batch_tokens(config: RunConfig, device: str) -> int:
-    """The token budget, chosen by the device where the user did not."""
-    return config.max_batch_tokens or AUTO_BATCH_TOKENS[device.partition(":")[0]]
-
-
-def pays_to_compile(tokens: float, folder: ModelFolder, device: str) -> bool:
-    """Whether so many tokens are enough work."""
-    return tokens * folder.flops_per_token >= COMPILE_FROM[device.partition(":")[0]]
+def pays(threshold: Mapping[str, float], tokens: float, folder: ModelFolder, device: str) -> bool:
+    """Whether so many tokens are enough work for something that costs time first."""
+    return tokens * folder.flops_per_token >= threshold[device.partition(":")[0]]
 
 
 def _check_filter_types(config: RunConfig, plan: InputPlan, items: Items) -> None:

@@ -68,6 +68,8 @@ def run(config: RunConfig, engine: Engine, progress: Progress) -> dict[str, Any]
         job = replace(job, **choices)
         receipts = {shard: receipt for shard in job.shards if (receipt := staging.receipt(shard))}
         if receipts:
+            budget = next(iter(receipts.values())).get("max_batch_tokens", job.max_batch_tokens)
+            job = replace(job, max_batch_tokens=budget, probe=False)  # what a probe found before is not asked again
             log.info("going on after an earlier run: %d of %d shards are done", len(receipts), len(job.shards))
         progress.start(job.plan.rows, sum(shard.rows for shard in receipts))
         reasons: Counter[str] = sum((Counter(receipt["reasons"]) for receipt in receipts.values()), Counter())
@@ -103,6 +105,7 @@ class Vectors:
     read: Read
     encoded: Encoded
     encoder: str
+    max_batch_tokens: int
     sec: float
     start_sec: float
 
@@ -133,10 +136,10 @@ class Worker:
             self._encoder = self._choose_encoder(input_ids[:CHECKED_PROMPTS])
             self._start_sec += time.perf_counter() - began
         start_sec, self._start_sec = self._start_sec, 0.0  # told with the first shard
+        encoder, budget = self._encoder.name, self._encoder.max_batch_tokens
         began = time.perf_counter()
         encoded = self._encoder.encode(input_ids, on_batch)
         sec = time.perf_counter() - began
-        encoder = self._encoder.name
         if not input_ids:
             self._encoder = None  # nothing was checked yet
         elif encoded.vectors.shape[1] != self._job.items.width and len(encoded.out_of_memory) < len(input_ids):
@@ -144,7 +147,7 @@ class Worker:
                 f"{self._job.folder.path}: the model gives vectors of {encoded.vectors.shape[1]}, not of "
                 f"{self._job.folder.hidden_size} as its config.json says, and items are {self._job.items.width} wide"
             )
-        return Vectors(read, encoded, encoder, sec, start_sec)
+        return Vectors(read, encoded, encoder, budget, sec, start_sec)
 
     def finish(self, done: Vectors) -> Receipt:
         """Search, and write the part and the rejects; returns what the shard's receipt says."""
@@ -171,6 +174,7 @@ class Worker:
             "unknown_ids": filters.unknown_ids,
             "batches": encoded.batches,
             "encoder": done.encoder,
+            "max_batch_tokens": done.max_batch_tokens,
             "start_sec": done.start_sec,
             "read_sec": done.read.sec,
             "encode_sec": done.sec,

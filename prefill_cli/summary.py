@@ -50,6 +50,7 @@ def totals_of(job: Job, receipts: list[Receipt], wall_sec: float) -> dict[str, A
         "peak_rss_bytes": manifest.peak_rss_bytes(),
         "encoder": ", ".join(sorted({receipt.get("encoder", "plain") for receipt in receipts if receipt["batches"]}))
         or job.encoder,
+        "max_batch_tokens": receipts[0].get("max_batch_tokens", job.max_batch_tokens) if receipts else job.max_batch_tokens,
         "device": job.device,
         "dtype": job.dtype,
     }
@@ -72,6 +73,7 @@ def manifest_of(job: Job, fingerprint: manifest.Fingerprint, totals: dict[str, A
             "pooling": folder.pooling,
             "weights_sha256": folder.weights_sha256,
             **job.choices,
+            "max_batch_tokens": totals["max_batch_tokens"],
         },
         "tokens": {
             "max_length": job.tokenize.limit,

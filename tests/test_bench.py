@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from prefill_cli import cli
 from prefill_cli.encoding import decoders
-from prefill_cli.encoding.choice import CHUNK
+from prefill_cli.encoding.budget import CHUNK
 from prefill_cli.errors import InputError
 from prefill_cli.tools import bench as tool
 from prefill_cli.tools.bench import bench

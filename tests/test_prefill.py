@@ -7,7 +7,8 @@ import pytest
 import torch
 import transformers as tf
 
-from prefill_cli.encoding import choice, decoders, prefix
+from prefill_cli.encoding import attention, choice, decoders, prefill, prefix
+from prefill_cli.encoding.budget import CHUNK
 from prefill_cli.encoding.choice import compare, fast_encoder, plain_encoder
 from prefill_cli.encoding.decoders import FusedDecoder, TransformersDecoder, choose_decoder
 from prefill_cli.encoding.encoder import EncoderOptions
@@ -128,7 +129,7 @@ def test_equal_prompts_are_computed_once_and_all_are_told(llama):
     prompts = [np.arange(1, 40, dtype=np.int32)] * 7 + [np.arange(2, 30, dtype=np.int32)]
     encoded = encoders(llama)[0].encode(prompts, lambda r, t: (rows.append(r), tokens.append(t)))
     assert (sum(rows), sum(tokens)) == (8, 7 * 39 + 28)
-    assert (encoded.computed_tokens, encoded.batches) == (choice.CHUNK["cpu"], 1)
+    assert (encoded.computed_tokens, encoded.batches) == (CHUNK["cpu"], 1)
     assert (encoded.vectors[:7] == encoded.vectors[0]).all()
     assert not np.array_equal(encoded.vectors[7], encoded.vectors[0])
 
@@ -168,8 +169,32 @@ def test_a_prompt_above_the_budget_goes_alone_in_chunks(name):
             layer.mlp._inner.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[1]))
     long = np.random.default_rng(0).integers(0, VOCABULARY, 3_000).astype(np.int32)
     found = encode(fast, [long, long[:5]])
-    assert set(seen) == {choice.CHUNK["cpu"]}
+    assert set(seen) == {CHUNK["cpu"]}
     assert np.abs(found.vectors - encode(plain, [long, long[:5]]).vectors).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+def test_the_last_layers_mlp_and_attention_see_pooled_rows_only(name, prompts):
+    fast, _ = encoders(make(CONFIGS[name]), share=False)
+    rows, tiles = [], []
+    if name == "llama":
+        after = fast._decoder._after
+        fast._decoder._after = lambda hidden, *rest: (rows.append(len(hidden)), after(hidden, *rest))
+    else:
+        fast._decoder._model.layers[-1].mlp._inner.register_forward_pre_hook(lambda _, x: rows.append(x[0].shape[1]))
+    attend = attention.PackedAttention.__call__
+
+    def count(self, layer, *args, last_tile_only=False, **options):
+        tiles.append((layer, last_tile_only))
+        return attend(self, layer, *args, last_tile_only=last_tile_only, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention.PackedAttention, "__call__", count)
+        encode(fast, [prompts[0], *prompts[::20]])
+    batches = len(tiles) // 3
+    of_last = rows if name == "gpt_neox" else rows[sum(rows) // CHUNK["cpu"] - batches :]
+    assert of_last == [CHUNK["cpu"]] * batches, "a chunk is enough for the pooled rows of all prompts of a batch"
+    assert set(tiles) == {(0, False), (1, False), (2, True)}
 
 
 class Small:
@@ -241,6 +266,46 @@ def test_a_vector_that_is_not_finite_is_tried_again_in_float32(prompts):
     found = encode(fast, prompts)
     assert np.isfinite(found.vectors).all()
     assert 0 < found.retried_rows <= len(prompts)
+
+
+# --- the budget that is found by itself ---
+
+
+@pytest.mark.parametrize(("slow", "found"), [((), 1024), ((1024,), 2048), ((1024, 2048), 4096)])
+def test_a_probe_takes_the_smallest_budget_that_is_as_fast_as_the_fastest(llama, prompts, monkeypatch, slow, found):
+    clock, lengths = [0.0], []
+    monkeypatch.setattr(prefill.time, "perf_counter", lambda: clock[0])
+    fast, _ = encoders(llama)
+    vectors = PrefillEncoder._vectors
+
+    def timed(self, shard, members):
+        tokens = int(shard.lengths[members].sum())
+        assert len(self._decoder._layers) == decoders.PROBED_LAYERS
+        lengths.append(tokens)
+        clock[0] += tokens * (1.2 if tokens in slow else 1.0) / fast.lanes
+        return vectors(self, shard, members)
+
+    monkeypatch.setattr(PrefillEncoder, "_vectors", timed)
+    fast.probe([1024, 2048, 4096], prompts)
+    assert fast.max_batch_tokens == found
+    assert sorted(set(lengths)) == [1024, 2048, 4096], "rows are full to the token"
+    assert len(fast._decoder._layers) == 3
+
+
+def test_a_probe_without_prompts_or_layers_of_its_own_leaves_the_budget(llama, prompts):
+    fast, _ = encoders(llama)
+    fast.probe([4096], [])
+    assert fast.max_batch_tokens == 1024
+    other, _ = encoders(make(CONFIGS["gpt2"]))
+    other.probe([4096], prompts)
+    assert other.max_batch_tokens == 1024
+
+
+def test_the_probe_comes_after_the_check_and_says_what_it_found(llama, prompts, caplog):
+    caplog.set_level("INFO")
+    options = EncoderOptions("last", None, False, "float32", 1024, probe=True)
+    found = choice.choose_encoder(llama, options, prompts)
+    assert f"{found.max_batch_tokens} tokens a batch, by a short probe" in caplog.text
 
 
 # --- which encoder a run gets ---

@@ -17,9 +17,11 @@ import pytest
 import torch
 from conftest import WORDS, Watcher, random_prompts, reference_vectors, write_items, write_prompts
 
+from prefill_cli import job as plan
 from prefill_cli import pipeline
 from prefill_cli.data.disk import read_json
 from prefill_cli.data.manifest import MANIFEST, SUCCESS
+from prefill_cli.encoding.prefill import PrefillEncoder
 from prefill_cli.engines.local import run_shards
 from prefill_cli.errors import OutputError, TooManyRejectsError
 
@@ -316,12 +318,27 @@ def test_budget_encoder_and_compiling_of_the_first_start_are_kept(job, tmp_path)
     assert parts(job.out) == parts(tmp_path / "whole")
 
 
+def test_a_resume_does_not_probe_again(job, monkeypatch):
+    monkeypatch.setitem(plan.PROBE_FROM, "cpu", 0.0)
+    monkeypatch.setattr(PrefillEncoder, "probe", lambda self, budgets, prompts: setattr(self, "max_batch_tokens", 3_072))
+    stop_after(job, 2, shard_rows=7)
+    monkeypatch.setattr(PrefillEncoder, "probe", None)
+    totals = job.run(shard_rows=7)
+    assert (totals["max_batch_tokens"], read_json(job.out / MANIFEST)["model"]["max_batch_tokens"]) == (3_072, 3_072)
+
+
 def test_receipts_of_a_version_that_told_less_are_taken_up(job):
     stop_after(job, 2, shard_rows=7)
     for path in (staged(job) / "receipts").iterdir():
         told = json.loads(path.read_text())
         path.write_text(
-            json.dumps({k: v for k, v in told.items() if k not in ("encoder", "start_sec", "read_sec", "write_sec")})
+            json.dumps(
+                {
+                    k: v
+                    for k, v in told.items()
+                    if k not in ("encoder", "start_sec", "read_sec", "write_sec", "max_batch_tokens")
+                }
+            )
         )
     totals = job.run(shard_rows=7)
     assert (totals["rows_out"], totals["encoder"]) == (30, "packed, plain")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from prefill_cli.encoding.budget import CHUNK, affordable
 from prefill_cli.encoding.decoders import UnsupportedModelError, choose_decoder
 from prefill_cli.encoding.encoder import Encoder, EncoderOptions
 from prefill_cli.encoding.kernels import load_kernels
@@ -18,7 +19,6 @@ from prefill_cli.errors import first_line
 log = logging.getLogger(__name__)
 Ids = npt.NDArray[np.int32]
 
-CHUNK = {"cpu": 1_024, "mps": 2_048, "cuda": 8_192}  # rows of a position-wise product, by device type
 # How far vectors of length 1 may lie apart, as 1 - cosine, and still be the same but for rounding.
 TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-3, "float16": 5e-4}
 CHECKED_PROMPTS = 3
@@ -40,6 +40,9 @@ def choose_encoder(model: Any, options: EncoderOptions, prompts: Sequence[Ids]) 
     try:
         fast = fast_encoder(model, plain, options)
         worst = max((1 - c.cosine for c in compare(fast, plain, samples(prompts))), default=0.0)
+        if options.probe and worst <= TOLERANCE[options.dtype]:
+            fast.probe(affordable(model.config.get_text_config().hidden_size, options.dtype, str(plain.device)), prompts)
+            log.info("%d tokens a batch, by a short probe", fast.max_batch_tokens)
     except UnsupportedModelError as error:
         log.warning("%s models go the plain way, which is slower: %s", model.config.model_type, error)
         return plain

@@ -32,6 +32,7 @@ NOT_DONE = ("s_aux", "position_bias")
 # Layers that attend; any other kind keeps a state that would run from one prompt into the next.
 ATTENDING = {"full_attention", "sliding_attention"}
 INTERFACE = "prefill_score"
+PROBED_LAYERS = 2  # enough for what one layer leaves in the cache for the next
 
 
 class UnsupportedModelError(Exception):
@@ -60,6 +61,10 @@ class Decoder(Protocol):
 
     def __call__(self, row: PackedRow) -> Tensor:
         """Hidden states after the final norm, [w, hidden] for the wanted rows or [R, hidden]."""
+        ...
+
+    def shallow(self) -> "Decoder | None":
+        """Its first layers only, over the same weights, to time rows with; None where they cannot be had apart."""
         ...
 
 
@@ -159,6 +164,12 @@ class FusedDecoder:
                 )  # fmt: skip
         normed = _rms_norm(hidden, self._norm, self._eps)
         return normed if row.wanted is None else normed[: len(row.wanted)]
+
+    def shallow(self) -> "FusedDecoder":
+        """See Decoder."""
+        other = copy.copy(self)
+        other._layers = self._layers[:PROBED_LAYERS]
+        return other
 
     def _chunks(self, rows: int) -> list[slice]:
         return [slice(start, start + self.chunk) for start in range(0, rows, self.chunk)]
@@ -301,6 +312,9 @@ class TransformersDecoder:
             input_ids=row.input_ids[None], position_ids=row.positions[None], use_cache=False
         ).last_hidden_state[0]
         return hidden if row.wanted is None else hidden[row.wanted]
+
+    def shallow(self) -> None:
+        """See Decoder: families keep their layers in different places."""
 
 
 class _InChunks(nn.Module):

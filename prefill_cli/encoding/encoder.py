@@ -21,6 +21,7 @@ class EncoderOptions:
     max_batch_tokens: int
     compiled: bool = False
     share: bool = True
+    probe: bool = False  # whether the budget may be another that is faster
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Encoder(Protocol):
     """Anything that turns prompts into vectors."""
 
     name: str  # for the manifest
+    max_batch_tokens: int  # as the run asked, or as a probe found
 
     def encode(self, input_ids: Sequence[npt.NDArray[np.int32]], on_batch: OnBatch) -> Encoded:
         """Vectors of `input_ids` (n arrays of at least one token each), in the same order."""

@@ -36,6 +36,7 @@ class PlainEncoder:
         self._pool = POOLINGS[pooling]
         self._dims = dims
         self._normalize = normalize
+        self.max_batch_tokens = max_batch_tokens
         self._limit = TokenLimit(max_batch_tokens)
 
     @property

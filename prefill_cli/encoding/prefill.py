@@ -8,6 +8,7 @@ share a product wait for the slowest at its end.
 
 import copy
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from prefill_cli.encoding.attention import PackedAttention, PrefixStates, Run
 from prefill_cli.encoding.batching import TokenLimit, halves, packed_batches
+from prefill_cli.encoding.budget import fastest
 from prefill_cli.encoding.decoders import Decoder, PackedRow
 from prefill_cli.encoding.encoder import Encoded, OnBatch
 from prefill_cli.encoding.kernels import Kernels
@@ -93,6 +95,7 @@ class PrefillEncoder:
         self._pooling = pooling
         self._dims = dims
         self._normalize = normalize
+        self.max_batch_tokens = max_batch_tokens
         self._limit = TokenLimit(max(decoder.chunk, max_batch_tokens // decoder.chunk * decoder.chunk))
         self._share = share
         cores = torch.get_num_threads()
@@ -104,6 +107,28 @@ class PrefillEncoder:
         other = copy.copy(self)
         other._share = False
         return other
+
+    def probe(self, budgets: Sequence[int], prompts: Sequence[Ids]) -> None:
+        """Take the budget whose rows are fastest: the first layers, all lanes at work, over `prompts` again and again."""
+        decoder, by_length = self._decoder.shallow(), sorted(prompts, key=len)
+        if decoder is None or not prompts:
+            return
+        other = copy.copy(self)
+        other._decoder = decoder
+
+        def seconds(tokens: int) -> float:
+            row: list[Ids] = []
+            while tokens:
+                row.append(by_length[len(row) % len(by_length)][:tokens])
+                tokens -= len(row[-1])
+            shard = _Shard(row, nothing_shared(len(row)))
+            began = time.perf_counter()
+            for lane in [self._pool.submit(other._vectors, shard, [*range(len(row))]) for _ in range(self.lanes)]:
+                lane.result()
+            return time.perf_counter() - began
+
+        self.max_batch_tokens = fastest(budgets, seconds)
+        self._limit = TokenLimit(self.max_batch_tokens)
 
     def encode(self, input_ids: Sequence[Ids], on_batch: OnBatch) -> Encoded:
         """See Encoder."""

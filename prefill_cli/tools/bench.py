@@ -22,7 +22,7 @@ from prefill_cli.encoding.choice import choose_encoder, plain_encoder
 from prefill_cli.encoding.encoder import Encoder
 from prefill_cli.encoding.prefill import PrefillEncoder
 from prefill_cli.errors import UsageError
-from prefill_cli.job import pays_to_compile
+from prefill_cli.job import COMPILE_FROM, PROBE_FROM, pays
 from prefill_cli.tools.peers import load_peer
 from prefill_cli.tools.subject import load_subject
 
@@ -46,8 +46,10 @@ def bench(config: RunConfig, rows: int, repeat: int, peers: Sequence[str] = ()) 
     start_sec = time.perf_counter() - began
 
     began = time.perf_counter()
-    compiled = pays_to_compile(tokens * repeat, subject.folder, device) if config.compile is None else config.compile
-    options = replace(subject.options, pooling="last", compiled=compiled)  # as the loop and the peers pool
+    work = tokens * repeat
+    compiled = pays(COMPILE_FROM, work, subject.folder, device) if config.compile is None else config.compile
+    probe = not config.max_batch_tokens and pays(PROBE_FROM, work, subject.folder, device)
+    options = replace(subject.options, pooling="last", compiled=compiled, probe=probe)  # as the loop and the peers pool
     ours = plain_encoder(model, options) if config.encoder == "plain" else choose_encoder(model, options, prompts)
     first_batch_sec = time.perf_counter() - began
     by_length = sorted(prompts, key=len, reverse=True)

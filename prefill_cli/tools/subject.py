@@ -10,10 +10,10 @@ from prefill_cli.data.inputs import plan_inputs
 from prefill_cli.data.prompts import ShardReader
 from prefill_cli.data.rows import read_rows
 from prefill_cli.data.tokenization import Ids, PromptTokenizer, load_tokenizer
+from prefill_cli.encoding.budget import auto_batch_tokens
 from prefill_cli.encoding.encoder import EncoderOptions
 from prefill_cli.encoding.loading import ModelFolder, choose_device, choose_dtype, load_base_model, open_model_folder
 from prefill_cli.errors import InputError
-from prefill_cli.job import batch_tokens
 from prefill_cli.tools.workload import synthetic_prompts
 
 
@@ -59,7 +59,7 @@ def load_subject(config: RunConfig, rows: int, *, with_texts: bool = False) -> S
         dims=config.dims,
         normalize=config.normalize,
         dtype=dtype,
-        max_batch_tokens=batch_tokens(config, device),
+        max_batch_tokens=config.max_batch_tokens or auto_batch_tokens(folder.hidden_size, dtype, device),
         compiled=bool(config.compile),
     )
     model = load_base_model(folder, device, dtype, config.trust_remote_code)
