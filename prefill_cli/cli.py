@@ -286,7 +286,8 @@ def bench(
     rows: Annotated[int, typer.Option("--rows", min=1, help="How many prompts from the beginning.")] = 256,
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Passes of each way; the best one counts.")] = 3,
     peer: Annotated[
-        list[str] | None, typer.Option("--peer", help="Also sentence-transformers or vllm, where installed.")
+        list[str] | None,
+        typer.Option("--peer", help="Also sentence-transformers, vllm, faiss or usearch; must be installed."),
     ] = None,
     config: ConfigFile = None,
     json: Json = False,

@@ -222,17 +222,34 @@ def print_bench(measured: dict[str, Any], as_json: bool) -> None:
         decoding = measured["decoding"]
         table.add_row(f"generating {decoding['ids']} ids", "", "", "", f"{decoding['ratio']:,.0f}x")
         rich_console().print(table)
-        before = f"{measured['start_sec']:.1f} s of loading, {measured['first_batch_sec']:.1f} s of compiling and checking"
+        _print_search(measured["search"])
+        stages = (f"{name.replace('_', ' ')} {sec:,.2f} s" for name, sec in measured["stages"].items())
         facts = {
             "prompts": f"{measured['rows']:,} of {measured['tokens']:,} tokens",
             "encoder": f"{measured['encoder']}{', compiled' if measured['compiled'] else ''}",
             "on": f"{measured['device']}, {measured['dtype']}, {measured['threads']} threads",
-            "before the first": before,
+            "stages": ", ".join(stages),
+            "unique tokens": f"{measured['unique_tokens']:.0%}",
             "products' rate": f"{measured['mfu']:.0%} of {measured['product_flops_per_sec'] / 1e12:.2f} TFLOP/s",
             "peak memory": f"{measured['peak_rss_bytes'] / 1e6:,.0f} MB",
         }
         print_table(list(facts.items()))
     give(json.dumps(measured, ensure_ascii=False))
+
+
+def _print_search(searched: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    sizes = f"{searched['items']:,} items, {searched['width']} wide, for {searched['queries']:,} queries"
+    give(f"\nTop {searched['k']} of {sizes}\n")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for name in ("seconds", "queries/s", "same items", "takes"):
+        table.add_column(name, justify="right")
+    for name, way in searched["ways"].items():
+        table.add_row(name, f"{way['sec']:.3f}", f"{way['queries_per_sec']:,}", f"{way['same']:.2%}", f"{way['ratio']:.2f}x")
+    rich_console().print(table)
+    give("")
 
 
 def print_verified(found: dict[str, Any], as_json: bool) -> None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,9 +14,12 @@ from typer.testing import CliRunner
 from prefill_cli import cli
 from prefill_cli.encoding import decoders
 from prefill_cli.encoding.budget import CHUNK
+from prefill_cli.encoding.prefill import unique_tokens
 from prefill_cli.errors import InputError
 from prefill_cli.tools import bench as tool
+from prefill_cli.tools import bench_search
 from prefill_cli.tools.bench import bench
+from prefill_cli.tools.bench_search import made_up_items
 from prefill_cli.tools.workload import INSTRUCTION, synthetic_prompts
 
 
@@ -37,6 +41,12 @@ def test_every_way_computes_the_same_tokens_and_states_its_padding(job):
         assert way["tokens_per_sec"] == pytest.approx(tokens / way["sec"], rel=0.05)
         assert way["ratio"] == pytest.approx(way["sec"] / measured["ways"]["prefill-score"]["sec"], abs=2e-3)
     assert 0 < measured["mfu"] < 1.5
+    assert measured["unique_tokens"] == 1.0, "nothing is shared"
+    assert list(measured["stages"]) == ["start", "compile_and_check", "read", "encode", "search"]
+    assert measured["stages"]["encode"] == pytest.approx(measured["ways"]["prefill-score"]["sec"], abs=1e-3)
+    searched = measured["search"]
+    assert (searched["queries"], searched["items"], searched["k"]) == (20, 50, 5)
+    assert searched["ways"]["torch.topk"]["same"] == 1.0
     assert measured["decoding"]["ids"] == job.config().top_k
     assert measured["decoding"]["sec_per_prompt"] > job.config().top_k * measured["decoding"]["step_sec"]
 
@@ -44,7 +54,8 @@ def test_every_way_computes_the_same_tokens_and_states_its_padding(job):
 def test_without_an_input_prompts_are_made_up(job):
     done = CliRunner().invoke(cli.app, ["bench", "-m", str(job.model), "--rows", "3", "--repeat", "1"])
     assert done.exit_code == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["rows"] == 3
+    measured = json.loads(done.stdout.splitlines()[-1])
+    assert (measured["rows"], measured["search"]["items"]) == (3, 50_000)
     texts = synthetic_prompts(48)
     assert texts == synthetic_prompts(48)
     assert len(set(texts)) < len(texts), "new members of a country have the same prompt"
@@ -55,16 +66,59 @@ def test_a_peer_that_is_not_installed_says_how_it_is(job, tmp_path):
     line = ["bench", str(job.inputs), "-m", str(job.model), "--rows", "3", "--repeat", "1", "--peer"]
     done = CliRunner().invoke(cli.app, [*line, "vllm"])
     assert (done.exit_code, "pip install vllm" in done.stderr) == (2, True)
+    done = CliRunner().invoke(cli.app, [*line, "faiss"])
+    assert (done.exit_code, "pip install faiss-cpu" in done.stderr) == (2, True)
     done = CliRunner().invoke(cli.app, [*line, "vlm"])
-    assert (done.exit_code, "sentence-transformers or vllm" in done.stderr) == (2, True)
+    assert (done.exit_code, "one of sentence-transformers, vllm, faiss, usearch" in done.stderr) == (2, True)
 
 
 def test_a_peer_is_measured_beside_the_others(job, monkeypatch):
     seen = []
-    monkeypatch.setattr(tool, "load_peer", lambda *_: lambda texts: (seen.append(list(texts)), np.ones((len(texts), 2)))[1])
+    monkeypatch.setattr(tool, "load_package", lambda name: None)
+    monkeypatch.setattr(
+        tool, "load_encoder", lambda *_: lambda texts: (seen.append(list(texts)), np.ones((len(texts), 2)))[1]
+    )
     measured = tool.bench(job.config(), rows=5, repeat=2, peers=("vllm",))
     assert seen == [job.prompts[:5]] * 2
     assert (measured["ways"]["vllm"]["padding"], measured["ways"]["vllm"]["sec"] > 0) == (None, True)
+
+
+def test_unique_tokens_are_what_is_left_of_copies_and_prefixes():
+    instruction = np.arange(300, dtype=np.int32)
+    prompts = [np.append(instruction, np.int32(1_000 + i // 2)) for i in range(6)]  # three, twice each
+    assert unique_tokens(prompts) == 300 + 3
+
+
+def test_peers_of_search_find_the_same_items(monkeypatch):
+    """Stand-ins of FAISS and USearch (which the tests do not install) with their real calls."""
+    rng = np.random.default_rng(0)
+    items, queries = made_up_items(300, 16), rng.standard_normal((9, 16), dtype=np.float32)
+
+    def best(vectors, queries, k):
+        return np.argsort(-(queries @ vectors.T), axis=1, kind="stable")[:, :k]
+
+    class IndexFlatIP:
+        def __init__(self, width):
+            self.vectors = np.empty((0, width), np.float32)
+
+        def add(self, vectors):
+            self.vectors = vectors
+
+        def search(self, queries, k):
+            return None, best(self.vectors, queries, k)
+
+    def search(vectors, queries, k, metric, exact):
+        assert (metric, exact) == ("ip", True)
+        return SimpleNamespace(keys=best(vectors, queries, k).astype(np.uint64))
+
+    modules = {"faiss": SimpleNamespace(IndexFlatIP=IndexFlatIP),
+               "usearch": SimpleNamespace(search=search, MetricKind=SimpleNamespace(IP="ip"))}  # fmt: skip
+    monkeypatch.setattr(bench_search, "load_package", modules.get)
+    found = bench_search.bench_search(queries, items, 12, 1, "cpu", ("faiss", "usearch"))
+    assert {name: way["same"] for name, way in found["ways"].items()} == dict.fromkeys(
+        ("prefill-score", "torch.topk", "faiss", "usearch"), 1.0
+    )
+    assert all(way["ratio"] > 0 for way in found["ways"].values())
 
 
 def test_verify_shows_the_differences_and_exits_by_them(job, monkeypatch):

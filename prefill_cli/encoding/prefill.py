@@ -132,11 +132,7 @@ class PrefillEncoder:
 
     def encode(self, input_ids: Sequence[Ids], on_batch: OnBatch) -> Encoded:
         """See Encoder."""
-        of_row = np.arange(len(input_ids))
-        if self._share:
-            seen: dict[bytes, int] = {}
-            of_row = np.array([seen.setdefault(ids.tobytes(), len(seen)) for ids in input_ids], np.int64)
-        prompts = [input_ids[i] for i in np.unique(of_row, return_index=True)[1]]
+        prompts, of_row = _distinct(input_ids) if self._share else (list(input_ids), np.arange(len(input_ids)))
         copies = np.bincount(of_row, minlength=len(prompts))  # how often each of the distinct prompts occurs
 
         shard, parts = self._begin(prompts)
@@ -266,6 +262,20 @@ class PrefillEncoder:
 
     def _filling(self, tokens: int) -> int:
         return -tokens % self._decoder.chunk
+
+
+def unique_tokens(input_ids: Sequence[Ids]) -> int:
+    """Tokens that are left where equal prompts and the prefixes that many share are computed once."""
+    prompts = _distinct(input_ids)[0]
+    sharing = shared_prefixes(prompts)
+    return int(_Shard(prompts, sharing).lengths.sum()) + sum(len(prefix.input_ids) for prefix in sharing.prefixes)
+
+
+def _distinct(input_ids: Sequence[Ids]) -> tuple[list[Ids], npt.NDArray[np.int64]]:
+    """The distinct prompts in order of appearance, and [n] which of them each prompt is."""
+    seen: dict[bytes, int] = {}
+    of_row = np.array([seen.setdefault(ids.tobytes(), len(seen)) for ids in input_ids], np.int64)
+    return [input_ids[i] for i in np.unique(of_row, return_index=True)[1]], of_row
 
 
 def _chains(prefixes: Sequence[Prefix], row_tokens: int) -> Iterator[list[int]]:

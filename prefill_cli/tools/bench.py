@@ -20,27 +20,39 @@ from prefill_cli.data.manifest import peak_rss_bytes
 from prefill_cli.data.tokenization import Ids
 from prefill_cli.encoding.choice import choose_encoder, plain_encoder
 from prefill_cli.encoding.encoder import Encoder
-from prefill_cli.encoding.prefill import PrefillEncoder
+from prefill_cli.encoding.prefill import PrefillEncoder, unique_tokens
 from prefill_cli.errors import UsageError
 from prefill_cli.job import COMPILE_FROM, PROBE_FROM, pays
-from prefill_cli.tools.peers import load_peer
+from prefill_cli.scoring.items import load_items
+from prefill_cli.tools.bench_search import bench_search, made_up_items
+from prefill_cli.tools.peers import ENCODERS, load_encoder, load_package
 from prefill_cli.tools.subject import load_subject
 
 LOOP_ROWS = 32
 DECODED_PROMPTS = 4
+MADE_UP_ITEMS = 50_000
 
 
 def bench(config: RunConfig, rows: int, repeat: int, peers: Sequence[str] = ()) -> dict[str, Any]:
     """Time encoding of the first `rows` prompts (of the synthetic workload without an input), `repeat` passes of each way.
 
-    Returns one object: what was measured on; for each way `sec`, `tokens_per_sec`, `padding` (cells computed for each
-    token) and `ratio` (how many times as long as this tool it takes); the share of the machine's matrix-product rate
-    (`mfu`); and what generating --top-k ids would cost.
+    Their vectors are then searched for among --items, or among made-up ones.
+
+    Returns one object: what was measured on; for each way of encoding `sec`, `tokens_per_sec`, `padding` (cells computed
+    for each token) and `ratio` (how many times as long as this tool it takes); seconds by stage; the share of tokens
+    that are left where equal prompts and shared prefixes are encoded once (`unique_tokens`); the share of the machine's
+    matrix-product rate (`mfu`); ways of searching; and what generating --top-k ids would cost.
+
+    Raises:
+        UsageError: a peer is unknown, not installed, or needs text.
     """
     began = time.perf_counter()
-    subject = load_subject(config, rows, with_texts=bool(peers))
+    for name in peers:
+        load_package(name)  # what is missing is said now, not after minutes
+    encoders = [name for name in peers if name in ENCODERS]
+    subject = load_subject(config, rows, with_texts=bool(encoders))
     model, prompts, device, dtype = subject.model, subject.prompts, subject.device, subject.options.dtype
-    if peers and not subject.texts:
+    if encoders and not subject.texts:
         raise UsageError("--peer needs prompts that are text: an input with a prompt column, or none at all")
     tokens = sum(map(len, prompts))
     start_sec = time.perf_counter() - began
@@ -61,8 +73,8 @@ def bench(config: RunConfig, rows: int, repeat: int, peers: Sequence[str] = ()) 
         "loop, sorted": lambda: _loop(model, by_length),
         "loop, arrival order": lambda: _loop(model, prompts),
     }
-    for name in peers:
-        ways[name] = _peer(load_peer(name, subject.folder.path, dtype, device, subject.limit), subject.texts)
+    for name in encoders:
+        ways[name] = _peer(load_encoder(name, subject.folder.path, dtype, device, subject.limit), subject.texts)
     _loop(model, prompts[:LOOP_ROWS])  # first-call costs belong to none of the ways
     seconds = dict.fromkeys(ways, float("inf"))
     cells: dict[str, int | None] = dict.fromkeys(ways)
@@ -74,6 +86,9 @@ def bench(config: RunConfig, rows: int, repeat: int, peers: Sequence[str] = ()) 
     own = seconds["prefill-score"]
     products = _product_rate(model, ours)
     flops = 2.0 * sum(weight.numel() for weight in _weights(model)) * (cells["prefill-score"] or 0)
+    queries = ours.encode(prompts, lambda *_: None).vectors
+    items = load_items(config, queries.shape[1]) if config.items else made_up_items(MADE_UP_ITEMS, queries.shape[1])
+    searched = bench_search(queries, items, config.top_k, repeat, device, [p for p in peers if p not in ENCODERS])
     prefill_sec, step_sec = _decoding_sec(model, by_length[:: max(1, len(by_length) // DECODED_PROMPTS)][:DECODED_PROMPTS])
     return {
         "rows": len(prompts),
@@ -84,8 +99,14 @@ def bench(config: RunConfig, rows: int, repeat: int, peers: Sequence[str] = ()) 
         "repeat": repeat,
         "encoder": ours.name,
         "compiled": compiled,
-        "start_sec": round(start_sec, 3),
-        "first_batch_sec": round(first_batch_sec, 3),
+        "stages": {
+            "start": round(start_sec - subject.read_sec, 3),
+            "compile_and_check": round(first_batch_sec, 3),
+            "read": round(subject.read_sec, 3),
+            "encode": round(own, 3),
+            "search": round(searched["ways"]["prefill-score"]["sec"], 3),
+        },
+        "unique_tokens": round(unique_tokens(prompts) / tokens, 3),
         "ways": {
             name: {
                 "sec": round(seconds[name], 6),
@@ -99,6 +120,7 @@ def bench(config: RunConfig, rows: int, repeat: int, peers: Sequence[str] = ()) 
         "product_flops_per_sec": round(products),
         "mfu": round(flops / own / products, 3),
         "peak_rss_bytes": peak_rss_bytes(),
+        "search": searched,
         "decoding": {
             "ids": config.top_k,
             "step_sec": round(step_sec, 6),

@@ -10,24 +10,35 @@ import torch
 
 from prefill_cli.errors import UsageError
 
-# Name → package, and how one gets it.
-PEERS = {"sentence-transformers": "sentence_transformers", "vllm": "vllm"}
+# Name → module, and what pip calls it.
+PEERS = {
+    "sentence-transformers": ("sentence_transformers", "sentence-transformers"),
+    "vllm": ("vllm", "vllm"),
+    "faiss": ("faiss", "faiss-cpu"),
+    "usearch": ("usearch.index", "usearch"),
+}
+ENCODERS = ("sentence-transformers", "vllm")  # the others search
 
 
-def load_peer(name: str, folder: Path, dtype: str, device: str, limit: int | None) -> Callable[[Sequence[str]], Any]:
-    """A function from prompts' texts to their last-token embeddings.
+def load_package(name: str) -> Any:
+    """A peer's module.
 
     Raises:
-        UsageError: no such peer, or its package is not installed.
+        UsageError: no such peer, or it is not installed.
     """
     if name not in PEERS:
-        raise UsageError(f"--peer must be {' or '.join(PEERS)}, not {name!r}")
+        raise UsageError(f"--peer must be one of {', '.join(PEERS)}, not {name!r}")
+    module, package = PEERS[name]
     try:
-        package = importlib.import_module(PEERS[name])
+        return importlib.import_module(module)
     except ImportError:
-        raise UsageError(f"--peer {name} needs a package that is not installed: pip install {name}") from None
+        raise UsageError(f"--peer {name} needs a package that is not installed: pip install {package}") from None
+
+
+def load_encoder(name: str, folder: Path, dtype: str, device: str, limit: int | None) -> Callable[[Sequence[str]], Any]:
+    """A function from prompts' texts to their last-token embeddings."""
     load = {"sentence-transformers": _sentence_transformers, "vllm": _vllm}[name]
-    return load(package, folder, dtype, device, limit)
+    return load(load_package(name), folder, dtype, device, limit)
 
 
 def _sentence_transformers(

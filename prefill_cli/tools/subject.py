@@ -1,5 +1,6 @@
 """What bench and verify work on: a loaded model and some prompts, the user's or made-up ones."""
 
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ class Subject:
     prompts: list[Ids]
     texts: list[str]
     limit: int | None  # tokens of a prompt
+    read_sec: float  # of reading and tokenising
     options: EncoderOptions
 
 
@@ -41,6 +43,7 @@ def load_subject(config: RunConfig, rows: int, *, with_texts: bool = False) -> S
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     tokenize = PromptTokenizer(load_tokenizer(str(folder.path), config), config, folder.positions, folder.vocabulary)
+    began = time.perf_counter()
     if config.inputs:
         plan = plan_inputs(config)
         shard = plan.shards(rows)[0]
@@ -52,6 +55,7 @@ def load_subject(config: RunConfig, rows: int, *, with_texts: bool = False) -> S
     else:
         texts = synthetic_prompts(rows)
         prompts = [ids for ids in tokenize(pa.array(texts)).input_ids if ids is not None]
+    read_sec = time.perf_counter() - began
     if not prompts:
         raise InputError("there is no prompt to measure with: every row of the first shard is rejected")
     options = EncoderOptions(
@@ -63,4 +67,4 @@ def load_subject(config: RunConfig, rows: int, *, with_texts: bool = False) -> S
         compiled=bool(config.compile),
     )
     model = load_base_model(folder, device, dtype, config.trust_remote_code)
-    return Subject(folder, model, device, prompts, texts, tokenize.limit, options)
+    return Subject(folder, model, device, prompts, texts, tokenize.limit, read_sec, options)
