@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from prefill_cli import __version__, console
 from prefill_cli.config import RunConfig, option, resolve
-from prefill_cli.errors import Interrupted, ModelError, PrefillScoreError
+from prefill_cli.errors import Interrupted, ModelError, PrefillScoreError, UsageError
 
 ClickError: type[Any] = typer.BadParameter.__mro__[2]  # ClickException: click's own or Typer's copy of it, by version
 
@@ -63,7 +63,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 DEFAULTS = {f.name: f.default for f in fields(RunConfig)}
-SHOWN_DEFAULTS = {"output": "<input stem>.topk", "max_length": "the model's", "max_batch_tokens": "auto", "prefix": ""}
+SHOWN_DEFAULTS = {
+    "output": "<input stem>.topk",
+    "max_length": "the model's",
+    "max_batch_tokens": "auto",
+    "prefix": "",
+    "vector_column": "embedding",
+}
 IN, TOKENS, VECTORS, SCORES, OUT, RUN = (
     "Input", "Tokens", "Vectors", "Items and scores", "Output", "How it runs",
 )  # fmt: skip
@@ -93,16 +99,67 @@ ConfigFile = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
+# Options that several commands have.
+IdColumnOption = Annotated[Text, opt("id_column", "Column with the user ids.", IN)]
+KeepColumnsOption = Annotated[Text, opt("keep_columns", "Input columns carried into the output.", IN, metavar="A,B")]
+DimsOption = Annotated[Number, opt("dims", "Cut vectors to the first D dimensions, on both sides.", VECTORS)]
+NormalizeOption = Annotated[Switch, switch("normalize", "Scale vectors to length 1, on both sides, after --dims.", VECTORS)]
+DeviceOption = Annotated[Text, opt("device", "auto: CUDA, else MPS, else CPU.", VECTORS, metavar="auto|cpu|cuda[:N]|mps")]
+ItemsOption = Annotated[
+    File, opt("items", "Item embeddings: .parquet (file, folder, glob), .safetensors or .npy.", SCORES, "-i", "--items")
+]
+ItemIdsOption = Annotated[File, opt("item_ids", "Parquet file with the ids of a .safetensors or .npy.", SCORES)]
+ItemIdColumnOption = Annotated[Text, opt("item_id_column", "Column with the item ids.", SCORES)]
+EmbeddingColumnOption = Annotated[Text, opt("embedding_column", "Column with the embeddings.", SCORES)]
+ItemBiasColumnOption = Annotated[Text, opt("item_bias_column", "Column with a number added to the item's score.", SCORES)]
+TopKOption = Annotated[Number, opt("top_k", "Length of a list.", SCORES, "-k", "--top-k")]
+ScoreOption = Annotated[Text, opt("score", "How a user and an item are scored.", SCORES, metavar="dot|cosine|mlp")]
+HeadOption = Annotated[
+    File, opt("head", "A .safetensors network: mlp scores pairs, user_tower changes users' vectors.", SCORES)
+]
+BadItemsOption = Annotated[
+    Text, opt("bad_items", "Null, ragged, not finite or (cosine) zero embeddings.", SCORES, metavar="fail|drop")
+]
+StrictProvenanceOption = Annotated[
+    Switch, switch("strict_provenance", "Refuse items that another model made, instead of warning.", SCORES)
+]
+ExcludeColumnOption = Annotated[
+    Text, opt("exclude_column", "Column with the item ids that this user must not get (seen items).", SCORES)
+]
+CandidatesColumnOption = Annotated[
+    Text, opt("candidates_column", "Column with the only item ids that this user may get; null: all.", SCORES)
+]
+AllowOption = Annotated[File, opt("allow", "Only these items for anybody: Parquet, or text with an id a line.", SCORES)]
+DenyOption = Annotated[File, opt("deny", "Never these items for anybody.", SCORES)]
+OutputOption = Annotated[File, opt("output", "The result folder.", OUT, "-o", "--output")]
+OverwriteOption = Annotated[
+    Switch, switch("overwrite", "Replace another run's result or leftovers, once the new result is whole.", OUT)
+]
+LayoutOption = Annotated[
+    Text, opt("layout", "A row a user with two lists, or a row a (user, rank).", OUT, metavar="nested|long")
+]
+MaxRejectsOption = Annotated[
+    Text, opt("max_rejects", "More rejected rows than this: nothing is published.", OUT, metavar="N|P%")
+]
+ShardRowsOption = Annotated[
+    Number, opt("shard_rows", "Rows that are read, sorted by length, scored and committed together.", RUN)
+]
+CompileOption = Annotated[Switch, switch("compile", "Compile kernels (where the work is worth it).", RUN)]
+JsonOption = Annotated[Switch, switch("json", "Print the summary as one JSON object, on a terminal too.", RUN)]
+QuietOption = Annotated[Switch, switch("quiet", "Warnings and errors only on stderr.", RUN)]
+LogFormatOption = Annotated[Text, opt("log_format", "Of the messages on stderr.", RUN, metavar="text|json")]
+
+
 @app.command(cls=SectionedHelp, short_help="Score prompts: the main job.")
 def run(
     inputs: Annotated[list[str], typer.Argument(metavar="INPUT", help="Parquet files, folders or globs.")],
-    id_column: Annotated[Text, opt("id_column", "Column with the user ids.", IN)] = None,
+    id_column: IdColumnOption = None,
     prompt_column: Annotated[Text, opt("prompt_column", "Column with the prompts' text.", IN)] = None,
     messages_column: Annotated[
         Text, opt("messages_column", "Chat messages instead of a prompt, put through the model's chat template.", IN)
     ] = None,
     token_ids_column: Annotated[Text, opt("token_ids_column", "Ready-made token ids instead of a prompt.", IN)] = None,
-    keep_columns: Annotated[Text, opt("keep_columns", "Input columns carried into the output.", IN, metavar="A,B")] = None,
+    keep_columns: KeepColumnsOption = None,
     prefix: Annotated[Text, opt("prefix", "Text joined before every prompt.", IN)] = None,
     generation_prompt: Annotated[
         Switch, switch("generation_prompt", "Messages: end with the template's opening of the answer (on).", IN)
@@ -123,70 +180,47 @@ def run(
     pooling: Annotated[
         Text, opt("pooling", "auto: what the model folder says, else last.", VECTORS, metavar="auto|last|mean|first")
     ] = None,
-    dims: Annotated[Number, opt("dims", "Cut vectors to the first D dimensions, on both sides.", VECTORS)] = None,
-    normalize: Annotated[
-        Switch, switch("normalize", "Scale vectors to length 1, on both sides, after --dims.", VECTORS)
-    ] = None,
-    device: Annotated[
-        Text, opt("device", "auto: CUDA, else MPS, else CPU.", VECTORS, metavar="auto|cpu|cuda[:N]|mps")
-    ] = None,
+    dims: DimsOption = None,
+    normalize: NormalizeOption = None,
+    device: DeviceOption = None,
     dtype: Annotated[
         Text,
         opt("dtype", "auto: bfloat16 where the hardware has it.", VECTORS, metavar="auto|float32|bfloat16|float16"),
     ] = None,
-    items: Annotated[
-        File, opt("items", "Item embeddings: .parquet (file, folder, glob), .safetensors or .npy.", SCORES, "-i", "--items")
-    ] = None,
-    item_ids: Annotated[File, opt("item_ids", "Parquet file with the ids of a .safetensors or .npy.", SCORES)] = None,
-    item_id_column: Annotated[Text, opt("item_id_column", "Column with the item ids.", SCORES)] = None,
-    embedding_column: Annotated[Text, opt("embedding_column", "Column with the embeddings.", SCORES)] = None,
-    item_bias_column: Annotated[
-        Text, opt("item_bias_column", "Column with a number added to the item's score.", SCORES)
-    ] = None,
-    top_k: Annotated[Number, opt("top_k", "Length of a list.", SCORES, "-k", "--top-k")] = None,
-    score: Annotated[Text, opt("score", "How a user and an item are scored.", SCORES, metavar="dot|cosine")] = None,
-    bad_items: Annotated[
-        Text, opt("bad_items", "Null, ragged, not finite or (cosine) zero embeddings.", SCORES, metavar="fail|drop")
-    ] = None,
-    strict_provenance: Annotated[
-        Switch, switch("strict_provenance", "Refuse items that another model made, instead of warning.", SCORES)
-    ] = None,
-    exclude_column: Annotated[
-        Text, opt("exclude_column", "Column with the item ids that this user must not get (seen items).", SCORES)
-    ] = None,
-    candidates_column: Annotated[
-        Text, opt("candidates_column", "Column with the only item ids that this user may get; null: all.", SCORES)
-    ] = None,
-    allow: Annotated[File, opt("allow", "Only these items for anybody: Parquet, or text with an id a line.", SCORES)] = None,
-    deny: Annotated[File, opt("deny", "Never these items for anybody.", SCORES)] = None,
-    output: Annotated[File, opt("output", "The result folder.", OUT, "-o", "--output")] = None,
-    overwrite: Annotated[
-        Switch, switch("overwrite", "Replace another run's result or leftovers, once the new result is whole.", OUT)
-    ] = None,
-    layout: Annotated[
-        Text, opt("layout", "A row a user with two lists, or a row a (user, rank).", OUT, metavar="nested|long")
-    ] = None,
-    max_rejects: Annotated[
-        Text, opt("max_rejects", "More rejected rows than this: nothing is published.", OUT, metavar="N|P%")
-    ] = None,
-    shard_rows: Annotated[
-        Number, opt("shard_rows", "Rows that are read, sorted by length, scored and committed together.", RUN)
-    ] = None,
+    items: ItemsOption = None,
+    item_ids: ItemIdsOption = None,
+    item_id_column: ItemIdColumnOption = None,
+    embedding_column: EmbeddingColumnOption = None,
+    item_bias_column: ItemBiasColumnOption = None,
+    top_k: TopKOption = None,
+    score: ScoreOption = None,
+    head: HeadOption = None,
+    bad_items: BadItemsOption = None,
+    strict_provenance: StrictProvenanceOption = None,
+    exclude_column: ExcludeColumnOption = None,
+    candidates_column: CandidatesColumnOption = None,
+    allow: AllowOption = None,
+    deny: DenyOption = None,
+    output: OutputOption = None,
+    overwrite: OverwriteOption = None,
+    layout: LayoutOption = None,
+    max_rejects: MaxRejectsOption = None,
+    shard_rows: ShardRowsOption = None,
     max_batch_tokens: Annotated[
         Text, opt("max_batch_tokens", "Token budget of a forward pass.", RUN, metavar="N|auto")
     ] = None,
     encoder: Annotated[
         Text, opt("encoder", "plain: Transformers' own pass over padded batches, slower.", RUN, metavar="auto|plain")
     ] = None,
-    compile: Annotated[Switch, switch("compile", "Compile the layers (where the work is worth it).", RUN)] = None,
+    compile: CompileOption = None,
     share: Annotated[Switch, switch("share", "Encode equal prompts and shared prefixes once (on).", RUN)] = None,
     offline: Annotated[Switch, switch("offline", "Never ask the network.", RUN)] = None,
     trust_remote_code: Annotated[
         Switch, switch("trust_remote_code", "Run Python code from the model's folder.", RUN)
     ] = None,
-    json: Annotated[Switch, switch("json", "Print the summary as one JSON object, on a terminal too.", RUN)] = None,
-    quiet: Annotated[Switch, switch("quiet", "Warnings and errors only on stderr.", RUN)] = None,
-    log_format: Annotated[Text, opt("log_format", "Of the messages on stderr.", RUN, metavar="text|json")] = None,
+    json: JsonOption = None,
+    quiet: QuietOption = None,
+    log_format: LogFormatOption = None,
     config: ConfigFile = None,
 ) -> None:
     """Score the prompts of Parquet files against item embeddings and write each user's top-k list.
@@ -198,18 +232,69 @@ def run(
 
     Example: prefill-score run prompts.parquet -m ./model -i items.parquet -k 100 -o tonight
     """
-    given = dict(locals())
+    _score(dict(locals()), with_model=True)
+
+
+def _score(given: dict[str, Any], with_model: bool) -> None:
+    """What `run` and `search` share: everything."""
     config_file = given.pop("config")
-    with exits(log_format or "text"):
-        settings = resolve(given, config_file)
+    with exits(given["log_format"] or "text"):
+        settings = resolve(given, config_file, needs=("model", "items") if with_model else ("items",))
         with exits(settings.log_format):
             messages = console.listen(settings.log_format, settings.quiet)
             from prefill_cli import pipeline
             from prefill_cli.engines.local import run_shards
 
+            plan = pipeline.plan_job if with_model else pipeline.plan_search
             with console.Progress(messages, settings.quiet) as progress:
-                totals = pipeline.run(settings, run_shards, progress)
+                totals = pipeline.run(settings, run_shards, progress, plan)
             console.print_summary(totals, settings.json)
+
+
+@app.command(cls=SectionedHelp, short_help="Search for users' vectors: the same without a model.")
+def search(
+    inputs: Annotated[
+        list[str], typer.Argument(metavar="VECTORS", help="Parquet files, folders or globs; or one .npy or .safetensors.")
+    ],
+    id_column: IdColumnOption = None,
+    vector_column: Annotated[Text, opt("vector_column", "Column with the users' vectors.", IN)] = None,
+    user_ids: Annotated[File, opt("user_ids", "Parquet file with the ids of a .npy or .safetensors.", IN)] = None,
+    keep_columns: KeepColumnsOption = None,
+    dims: DimsOption = None,
+    normalize: NormalizeOption = None,
+    device: DeviceOption = None,
+    items: ItemsOption = None,
+    item_ids: ItemIdsOption = None,
+    item_id_column: ItemIdColumnOption = None,
+    embedding_column: EmbeddingColumnOption = None,
+    item_bias_column: ItemBiasColumnOption = None,
+    top_k: TopKOption = None,
+    score: ScoreOption = None,
+    head: HeadOption = None,
+    bad_items: BadItemsOption = None,
+    strict_provenance: StrictProvenanceOption = None,
+    exclude_column: ExcludeColumnOption = None,
+    candidates_column: CandidatesColumnOption = None,
+    allow: AllowOption = None,
+    deny: DenyOption = None,
+    output: OutputOption = None,
+    overwrite: OverwriteOption = None,
+    layout: LayoutOption = None,
+    max_rejects: MaxRejectsOption = None,
+    shard_rows: ShardRowsOption = None,
+    compile: CompileOption = None,
+    json: JsonOption = None,
+    quiet: QuietOption = None,
+    log_format: LogFormatOption = None,
+    config: ConfigFile = None,
+) -> None:
+    """Search for saved users' vectors among item embeddings and write each user's top-k list, as run does.
+
+    A .npy file holds a matrix [users, width], a .safetensors one the tensor "embeddings".
+
+    Example: prefill-score search vectors.parquet -i items.parquet -k 100 -o tonight
+    """
+    _score(dict(locals()), with_model=False)
 
 
 @app.command(cls=SectionedHelp, short_help="See users' lists with titles.")
@@ -289,6 +374,14 @@ def bench(
         list[str] | None,
         typer.Option("--peer", help="Also sentence-transformers, vllm, faiss or usearch; must be installed."),
     ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Search alone, without a model: among --items, or made-up ones.")
+    ] = False,
+    items: Annotated[File, typer.Option("--items", "-i", readable=False, help="Item embeddings.")] = None,
+    size: Annotated[
+        Text, typer.Option("--size", metavar="N,D", help="Made-up items and their width.", show_default="200000,576")
+    ] = None,
+    top_k: Annotated[Number, typer.Option("--top-k", "-k", help="Length of a list.")] = None,
     config: ConfigFile = None,
     json: Json = False,
 ) -> None:
@@ -301,6 +394,15 @@ def bench(
     given = {name: value for name, value in locals().items() if name in DEFAULTS and name not in ("inputs", "json")}
     with exits():
         console.listen()
+        if search:
+            if size and not re.fullmatch(r"[1-9]\d{0,8},[1-9]\d{0,4}", size):
+                raise UsageError(f"--size must be the number of items and their width, like 200000,576, not {size!r}")
+            settings = resolve(given | {"inputs": []}, config, needs=())
+            from prefill_cli.tools.bench_search import bench_search_only
+
+            made_up = tuple(map(int, size.split(","))) if size else ()
+            console.print_search(bench_search_only(settings, made_up, rows, repeat, peer or ()), json)
+            return
         settings = resolve(given | {"inputs": inputs or []}, config, needs=("model",))
         from prefill_cli.tools import bench as tool
 

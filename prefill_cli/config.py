@@ -49,6 +49,8 @@ class RunConfig:
     prompt_column: str = "prompt"
     messages_column: str | None = None
     token_ids_column: str | None = None
+    vector_column: str | None = None  # of `search`: vectors instead of a prompt
+    user_ids: Path | None = field(default=None, metadata=NOT_IN_ANSWER)
     keep_columns: tuple[str, ...] = ()
 
     prefix: str = ""
@@ -63,7 +65,8 @@ class RunConfig:
     dims: int | None = None
     normalize: bool = False
 
-    score: Literal["dot", "cosine"] = "dot"
+    score: Literal["dot", "cosine", "mlp"] = "dot"
+    head: Path | None = field(default=None, metadata=NOT_IN_ANSWER)  # a digest
     item_bias_column: str | None = None
     bad_items: Literal["fail", "drop"] = "fail"
     strict_provenance: bool = field(default=False, metadata=NOT_IN_ANSWER)
@@ -104,6 +107,8 @@ class RunConfig:
             raise UsageError(f"--prefix is joined to prompt text; column {ready_made!r} is not text")
         if self.append_eos and self.token_ids_column:
             raise UsageError("--append-eos with --token-ids-column: ready-made token ids are used as they are")
+        if self.score == "mlp" and not self.head:
+            raise UsageError("--score mlp needs --head FILE, the network that scores a user and an item")
         self.allowed_rejects(0)
         self._check_spelling()
 
@@ -117,8 +122,8 @@ class RunConfig:
 
     @property
     def text_column(self) -> str:
-        """The column that holds the prompt, in whichever of its three forms."""
-        return self.messages_column or self.token_ids_column or self.prompt_column
+        """The column that holds the prompt, in whichever of its forms."""
+        return self.vector_column or self.messages_column or self.token_ids_column or self.prompt_column
 
     def allowed_rejects(self, rows: int) -> int:
         """How many of `rows` input rows may be rejected before nothing is published."""

@@ -237,6 +237,13 @@ def print_bench(measured: dict[str, Any], as_json: bool) -> None:
     give(json.dumps(measured, ensure_ascii=False))
 
 
+def print_search(searched: dict[str, Any], as_json: bool) -> None:
+    """A table on a terminal, then one JSON line."""
+    if on_terminal(sys.stdout) and not as_json:
+        _print_search(searched)
+    give(json.dumps(searched, ensure_ascii=False))
+
+
 def _print_search(searched: dict[str, Any]) -> None:
     from rich.table import Table
 

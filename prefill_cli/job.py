@@ -2,7 +2,8 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,18 +16,22 @@ from prefill_cli.data import manifest, results
 from prefill_cli.data.inputs import InputPlan, Shard, plan_inputs
 from prefill_cli.data.staging import Staging, output_folder
 from prefill_cli.data.tokenization import PromptTokenizer, load_tokenizer
+from prefill_cli.data.vectors import VectorReader, width_of_vectors
 from prefill_cli.encoding.budget import auto_batch_tokens
 from prefill_cli.encoding.encoder import EncoderOptions
 from prefill_cli.encoding.loading import ModelFolder, choose_device, choose_dtype, open_model_folder
 from prefill_cli.errors import InputError, ItemsError, ModelError, OutputError, os_errors_as
 from prefill_cli.scoring.filters import ItemIndex
+from prefill_cli.scoring.heads import Head, PairHead, load_head
 from prefill_cli.scoring.items import Items, check_provenance, load_items
+from prefill_cli.scoring.kernels import load_kernels
 from prefill_cli.scoring.topk import Catalogue
 
 log = logging.getLogger(__name__)
 # Floating-point operations from which compiling (2 s on a CPU, once a machine; a minute on a GPU) costs less than it saves,
 # and from which a probe of token budgets (a second or two) does.
 COMPILE_FROM = {"cpu": 2e12, "mps": float("inf"), "cuda": 1e16}
+SEARCH_FROM = 1e11  # products of a search from which compiling its kernels costs less than it saves
 PROBE_FROM = {"cpu": 2e14, "mps": 1e15, "cuda": 1e16}
 BYTES_PER_TOKEN = 4  # of an input file, about: most of it is prompts
 
@@ -37,9 +42,10 @@ class Job:
 
     config: RunConfig
     plan: InputPlan
-    folder: ModelFolder
+    folder: ModelFolder | None  # None: the vectors are there already
+    user_width: int  # of the vectors that the encoder gives
     items: Items
-    tokenize: PromptTokenizer
+    tokenize: PromptTokenizer | VectorReader
     allowed: npt.NDArray[np.bool_] | None  # [N] items that anybody may get; None: all
     unknown_ids: int  # in --allow and --deny
     form: results.Format
@@ -48,22 +54,29 @@ class Job:
     max_batch_tokens: int
     encoder: str  # auto or plain
     compile: bool
+    compile_search: bool
+    head: Head | None
     probe: bool  # whether the first encoder may choose another budget
     staging: Staging
 
-    @property
     def catalogue(self) -> Catalogue:
-        return Catalogue(self.items, self.allowed, self.device)
+        """What is searched; it makes itself ready at the first search, so one is enough for a process."""
+        kernels = load_kernels() if self.compile_search and self.device == "cpu" else None
+        pair_head = PairHead(self.head, self.user_width) if self.head and self.head.kind == "mlp" else None
+        return Catalogue(self.items, self.allowed, self.device, kernels, head=pair_head)
+
+    @property
+    def is_cosine(self) -> bool:
+        return self.config.score == "cosine"
 
     @property
     def normalizes(self) -> bool:
-        """Whether vectors are scaled to length 1, on both sides."""
-        return self.config.normalize or self.config.score == "cosine"
+        """Whether the encoder scales vectors to length 1. Cosine is of what a head makes of them."""
+        return self.config.normalize or (self.is_cosine and not self.head)
 
-    @property
-    def encoder_options(self) -> EncoderOptions:
+    def encoder_options(self, folder: ModelFolder) -> EncoderOptions:
         return EncoderOptions(
-            pooling=self.folder.pooling,
+            pooling=folder.pooling,
             dims=self.config.dims,
             normalize=self.normalizes,
             dtype=self.dtype,
@@ -84,19 +97,13 @@ class Job:
 
 
 def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
-    """Find and check everything that can be wrong, cheapest first, before any weight is read."""
-    with os_errors_as(OutputError, "--output"):
-        out = output_folder(config)
-    with os_errors_as(InputError, "input"):
-        plan = plan_inputs(config)
+    """Find and check everything that can be wrong with a run, cheapest first, before any weight is read."""
+    config = replace(config, vector_column=None, user_ids=None)  # which a file of options may hold for `search`
+    out, plan = _places(config)
     with os_errors_as(ModelError, "--model"):
         folder = open_model_folder(config)
-    with os_errors_as(ItemsError, "--items"):
-        items = load_items(config, folder.hidden_size)
-        allowed, unknown, digests = _allowed_items(config, items)
-    _check_filter_types(config, plan, items)
+    scored, digests = _scored(config, plan, folder.hidden_size)
     tokenize = PromptTokenizer(load_tokenizer(str(folder.path), config), config, folder.positions, folder.vocabulary)
-    form = results.plan_format(config, plan, items.ids.type)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     tokens = sum(file.data_bytes for file in plan.files) / BYTES_PER_TOKEN  # as far as the footers tell
@@ -106,18 +113,14 @@ def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
         "dims": config.dims,
         "normalized": config.normalize,
     }
-    if "model_sha256" not in items.provenance:
+    if "model_sha256" not in scored["items"].provenance:
         made_with |= {"model": config.model, "revision": config.revision}
-    check_provenance(items, config, made_with)
+    check_provenance(scored["items"], config, made_with)
     job = Job(
         config=config,
         plan=plan,
         folder=folder,
-        items=items,
         tokenize=tokenize,
-        allowed=allowed,
-        unknown_ids=unknown,
-        form=form,
         device=device,
         dtype=dtype,
         max_batch_tokens=config.max_batch_tokens or auto_batch_tokens(folder.hidden_size, dtype, device),
@@ -125,24 +128,100 @@ def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
         compile=pays(COMPILE_FROM, tokens, folder, device) if config.compile is None else config.compile,
         probe=not config.max_batch_tokens and pays(PROBE_FROM, tokens, folder, device),
         staging=Staging(out),
+        **scored,
     )
-    files = "1 file" if len(plan.files) == 1 else f"{len(plan.files):,} files"
     log.info(
         "%s rows in %s, %s items, %s in %s on %s, at most %s tokens a prompt",
         f"{plan.rows:,}",
-        files,
-        f"{len(items):,}",
+        _counted_files(plan),
+        f"{len(job.items):,}",
         config.model,
         dtype,
         device,
         tokenize.limit or "any number of",
     )
-    return job, _fingerprint(job) | digests
+    model = {
+        "dtype": dtype,
+        "pooling": folder.pooling,
+        "model_weights_sha256": folder.weights_sha256,
+        "model_files_sha256": folder.files_sha256,
+    }
+    return job, _fingerprint(job) | model | digests
+
+
+def plan_search(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
+    """The same for vectors that are there already."""
+    config = replace(config, vector_column=config.vector_column or "embedding")
+    out, plan = _places(config)
+    with os_errors_as(InputError, "input"):
+        width = width_of_vectors(plan, config)
+    scored, digests = _scored(config, plan, width or None)
+    job = Job(
+        config=config,
+        plan=plan,
+        folder=None,
+        tokenize=VectorReader(width),
+        device=choose_device(config.device),
+        dtype="float32",
+        max_batch_tokens=0,
+        encoder="stored",
+        compile=False,
+        probe=False,
+        staging=Staging(out),
+        **scored,
+    )
+    log.info("%s vectors in %s, %s items on %s", f"{plan.rows:,}", _counted_files(plan), f"{len(job.items):,}", job.device)
+    of_ids = {"user_ids_sha256": manifest.digest(config.user_ids.read_bytes())} if config.user_ids else {}
+    return job, _fingerprint(job) | {"vector_width": width} | of_ids | digests
+
+
+def _places(config: RunConfig) -> tuple[Path, InputPlan]:
+    """Where the result goes and what is read."""
+    with os_errors_as(OutputError, "--output"):
+        out = output_folder(config)
+    with os_errors_as(InputError, "input"):
+        return out, plan_inputs(config)
+
+
+def _scored(config: RunConfig, plan: InputPlan, user_width: int | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """What a Job knows of scoring, and digests of it. user_width: None where the input has no vector."""
+    with os_errors_as(ItemsError, "--items"):
+        head, items = _head_and_items(config, user_width)
+        allowed, unknown, digests = _allowed_items(config, items)
+    _check_filter_types(config, plan, items)
+    found = {
+        "head": head,
+        "items": items,
+        "user_width": config.dims or user_width or items.width,
+        "allowed": allowed,
+        "unknown_ids": unknown,
+        "form": results.plan_format(config, plan, items.ids.type),
+        "compile_search": pays_to_compile_search(config, plan.rows, items),
+    }
+    return found, digests
+
+
+def _counted_files(plan: InputPlan) -> str:
+    return "1 file" if len(plan.files) == 1 else f"{len(plan.files):,} files"
 
 
 def pays(threshold: Mapping[str, float], tokens: float, folder: ModelFolder, device: str) -> bool:
     """Whether so many tokens are enough work for something that costs time first."""
     return tokens * folder.flops_per_token >= threshold[device.partition(":")[0]]
+
+
+def pays_to_compile_search(config: RunConfig, rows: int, items: Items) -> bool:
+    """Whether so many users and items are enough work for the kernels of search."""
+    return rows * len(items) * items.width >= SEARCH_FROM if config.compile is None else config.compile
+
+
+def _head_and_items(config: RunConfig, user_width: int | None) -> tuple[Head | None, Items]:
+    """Both checked, and that they go together."""
+    if not (config.head and user_width):
+        return None, load_items(config, user_width)
+    width = min(config.dims or user_width, user_width)
+    head = load_head(config.head, "mlp" if config.score == "mlp" else "user_tower", width)
+    return head, load_items(config, user_width, PairHead(head, width).item_width if head.kind == "mlp" else head.outputs)
 
 
 def _check_filter_types(config: RunConfig, plan: InputPlan, items: Items) -> None:
@@ -178,10 +257,7 @@ def _fingerprint(job: Job) -> manifest.Fingerprint:
     options = {k: list(v) if isinstance(v, tuple) else v for k, v in job.config.answer_options().items()}
     return options | {
         "device": job.device.partition(":")[0],
-        "dtype": job.dtype,
-        "pooling": job.folder.pooling,
         "inputs_sha256": manifest.input_fingerprint(job.plan),
-        "model_weights_sha256": job.folder.weights_sha256,
-        "model_files_sha256": job.folder.files_sha256,
         "items_sha256": job.items.sha256,
+        "head_sha256": job.head.sha256 if job.head else None,
     }

@@ -7,7 +7,7 @@ A `Worker` does a shard in three steps, `read`, `encode` and `finish`, which an 
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -24,11 +24,13 @@ from prefill_cli.data.rows import ShardRows, read_rows
 from prefill_cli.data.staging import Receipt, locked
 from prefill_cli.data.tokenization import Ids
 from prefill_cli.encoding.encoder import Encoded, Encoder, OnBatch
-from prefill_cli.encoding.loading import load_base_model
+from prefill_cli.encoding.loading import ModelFolder, load_base_model
+from prefill_cli.encoding.pooling import unit_length
+from prefill_cli.encoding.stored import StoredVectors
 from prefill_cli.errors import ModelError, OutputError, TooManyRejectsError, os_errors_as
-from prefill_cli.job import Job, plan_job
+from prefill_cli.job import Job, plan_job, plan_search
 from prefill_cli.scoring.filters import Filters, ItemIndex
-from prefill_cli.scoring.topk import overflowing, search
+from prefill_cli.scoring.topk import Catalogue, search
 from prefill_cli.summary import manifest_of, totals_of
 
 log = logging.getLogger(__name__)
@@ -49,14 +51,18 @@ class Engine(Protocol):
     def __call__(self, job: Job, shards: Sequence[Shard], progress: Progress) -> Iterator[tuple[Shard, Receipt]]: ...
 
 
-def run(config: RunConfig, engine: Engine, progress: Progress) -> dict[str, Any]:
-    """Do the whole job and publish it; returns the totals.
+__all__ = ["plan_job", "plan_search", "run"]
+Plan = Callable[[RunConfig], tuple[Job, manifest.Fingerprint]]
+
+
+def run(config: RunConfig, engine: Engine, progress: Progress, plan: Plan = plan_job) -> dict[str, Any]:
+    """Do the whole job and publish it; returns the totals. plan: plan_job, or plan_search where vectors are there already.
 
     Raises:
         PrefillScoreError: one of its kinds; what is done is kept for the same command.
     """
     began = time.perf_counter()
-    job, fingerprint = plan_job(config)
+    job, fingerprint = plan(config)
     staging = job.staging
     with locked(staging.out):
         with os_errors_as(OutputError, "--output"):
@@ -117,9 +123,14 @@ class Worker:
         began = time.perf_counter()
         self._job = job
         self._reader = ShardReader(job.plan, job.config)
-        self._model = load_base_model(job.folder, job.device, job.dtype, job.config.trust_remote_code)
         self._encoder: Encoder | None = None
+        self._model: Any = None
+        if job.folder:
+            self._model = load_base_model(job.folder, job.device, job.dtype, job.config.trust_remote_code)
+        else:
+            self._encoder = StoredVectors(job.config.dims, job.normalizes)
         self._index = ItemIndex(job.items.ids)
+        self._catalogue = job.catalogue()
         self._start_sec = time.perf_counter() - began
 
     def read(self, shard: Shard) -> Read:
@@ -131,21 +142,24 @@ class Worker:
     def encode(self, read: Read, on_batch: OnBatch) -> Vectors:
         """The prefill pass. The first prompts of all also decide whether the fast encoder serves."""
         input_ids = read.rows.input_ids
-        if self._encoder is None:
+        if self._encoder is None and self._job.folder:
             began = time.perf_counter()
-            self._encoder = self._choose_encoder(input_ids[:CHECKED_PROMPTS])
+            self._encoder = self._choose_encoder(self._job.folder, input_ids[:CHECKED_PROMPTS])
             self._start_sec += time.perf_counter() - began
+        assert self._encoder is not None
         start_sec, self._start_sec = self._start_sec, 0.0  # told with the first shard
         encoder, budget = self._encoder.name, self._encoder.max_batch_tokens
         began = time.perf_counter()
         encoded = self._encoder.encode(input_ids, on_batch)
         sec = time.perf_counter() - began
+        if self._job.folder is None:
+            return Vectors(read, encoded, encoder, budget, sec, start_sec)
         if not input_ids:
             self._encoder = None  # nothing was checked yet
-        elif encoded.vectors.shape[1] != self._job.items.width and len(encoded.out_of_memory) < len(input_ids):
+        elif encoded.vectors.shape[1] != self._job.user_width and len(encoded.out_of_memory) < len(input_ids):
             raise ModelError(
                 f"{self._job.folder.path}: the model gives vectors of {encoded.vectors.shape[1]}, not of "
-                f"{self._job.folder.hidden_size} as its config.json says, and items are {self._job.items.width} wide"
+                f"{self._job.folder.hidden_size} as its config.json says"
             )
         return Vectors(read, encoded, encoder, budget, sec, start_sec)
 
@@ -153,9 +167,9 @@ class Worker:
         """Search, and write the part and the rejects; returns what the shard's receipt says."""
         job, staging, shard, encoded = self._job, self._job.staging, done.read.shard, done.encoded
         began = time.perf_counter()
-        rows, vectors = _only_scorable(done.read.rows, encoded, job)
+        rows, vectors = _only_scorable(done.read.rows, encoded, job, self._catalogue)
         filters = self._index.filters(rows.exclude, rows.candidates)
-        found = _Lists(job, rows.columns, vectors, filters)
+        found = _Lists(job, self._catalogue, rows.columns, vectors, filters)
         entries = results.write_part(staging.part(shard), job.form, found)
         results.write_rejects(staging.rejects(shard), rows.rejects)
         job.items.check_unchanged()
@@ -182,10 +196,10 @@ class Worker:
             "write_sec": time.perf_counter() - began - found.search_sec,
         }
 
-    def _choose_encoder(self, prompts: Sequence[Ids]) -> Encoder:
+    def _choose_encoder(self, folder: ModelFolder, prompts: Sequence[Ids]) -> Encoder:
         from prefill_cli.encoding.choice import choose_encoder, plain_encoder
 
-        options = self._job.encoder_options
+        options = self._job.encoder_options(folder)
         if self._job.encoder == "plain":
             return plain_encoder(self._model, options)
         return choose_encoder(self._model, options, prompts)
@@ -194,8 +208,11 @@ class Worker:
 class _Lists:
     """The row groups of a part, searched as they are written; counts on the way."""
 
-    def __init__(self, job: Job, columns: pa.Table, vectors: npt.NDArray[np.float32], filters: Filters) -> None:
-        self._job, self._columns, self._vectors, self._filters = job, columns, vectors, filters
+    def __init__(
+        self, job: Job, catalogue: Catalogue, columns: pa.Table, vectors: npt.NDArray[np.float32], filters: Filters
+    ) -> None:
+        self._job, self._catalogue = job, catalogue
+        self._columns, self._vectors, self._filters = columns, vectors, filters
         self.empty_lists = 0
         self.search_sec = 0.0
 
@@ -207,28 +224,36 @@ class _Lists:
             began = time.perf_counter()
             vectors = self._vectors[start : start + step]
             filters = self._filters.of_users(start, start + step)
-            top = search(vectors, job.catalogue, k, filters)
+            top = search(vectors, self._catalogue, k, filters)
             lists = results.Lists(top.offsets, job.items.ids.take(pa.array(top.rows)), top.scores)
             self.empty_lists += int((np.diff(top.offsets) == 0).sum())
             self.search_sec += time.perf_counter() - began
             yield self._columns.slice(start, step), lists
 
 
-def _only_scorable(rows: ShardRows, encoded: Encoded, job: Job) -> tuple[ShardRows, npt.NDArray[np.float32]]:
-    """Rows and vectors [n, d] less those that have no vector, or whose vector has no score."""
-    vectors = encoded.vectors
-    unfit = np.zeros(len(vectors), bool)
+def _only_scorable(
+    rows: ShardRows, encoded: Encoded, job: Job, catalogue: Catalogue
+) -> tuple[ShardRows, npt.NDArray[np.float32]]:
+    """Rows and what is searched for, [n, d], less the rows that have no vector, or whose vector has no score."""
+    unfit = np.zeros(len(encoded.vectors), bool)
     unfit[encoded.out_of_memory] = True
     detail = "the memory does not suffice for this prompt, alone in a batch too; lower --max-length"
-    rows, vectors = rows.without(unfit, Reject("out_of_memory", detail)), vectors[~unfit]
-    checks = (
-        ("the model gives a vector that is not finite, in float32 and alone too", lambda v: ~np.isfinite(v).all(axis=1)),
-        ("its scores would leave the range of float32", lambda v: overflowing(v, job.items)),
-        ("its vector has zero length and so no direction", lambda v: ~v.any(axis=1) & job.normalizes),
-    )
-    for detail, is_bad in checks:
-        bad = is_bad(vectors)
+    rows, vectors = rows.without(unfit, Reject("out_of_memory", detail)), encoded.vectors[~unfit]
+    if not len(vectors):
+        return rows, np.empty((0, job.user_width), np.float32)
+
+    def drop(detail: str, bad: Any) -> None:
+        nonlocal rows, vectors
         rows, vectors = rows.without(bad, Reject("not_finite", detail)), vectors[~bad]
+
+    drop("the model gives a vector that is not finite, in float32 and alone too", ~np.isfinite(vectors).all(axis=1))
+    if job.head and job.head.kind == "user_tower":
+        vectors = job.head.tower(vectors)
+        drop("the head gives a vector that is not finite", ~np.isfinite(vectors).all(axis=1))
+        vectors = unit_length(vectors) if job.is_cosine else vectors
+    drop("its scores would leave the range of float32", catalogue.overflowing(vectors))
+    if job.is_cosine or job.config.normalize:
+        drop("its vector has zero length and so no direction", ~vectors.any(axis=1))
     return rows, vectors
 
 

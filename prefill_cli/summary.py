@@ -5,6 +5,7 @@ from typing import Any
 
 from prefill_cli.data import manifest
 from prefill_cli.data.staging import Receipt
+from prefill_cli.encoding.loading import ModelFolder
 from prefill_cli.errors import PrefillScoreError
 from prefill_cli.job import Job
 
@@ -66,12 +67,7 @@ def manifest_of(job: Job, fingerprint: manifest.Fingerprint, totals: dict[str, A
         "versions": manifest.versions(),
         "inputs": manifest.describe_inputs(job.plan),
         "model": {
-            "name": folder.name,
-            "revision": job.config.revision,
-            "architecture": type(folder.config).__name__,
-            "hidden_size": folder.hidden_size,
-            "pooling": folder.pooling,
-            "weights_sha256": folder.weights_sha256,
+            **(_model(folder, job.config.revision) if folder else {"name": None, "hidden_size": job.user_width}),
             **job.choices,
             "max_batch_tokens": totals["max_batch_tokens"],
         },
@@ -83,4 +79,15 @@ def manifest_of(job: Job, fingerprint: manifest.Fingerprint, totals: dict[str, A
         "items": {"path": str(job.config.items), "items": len(items), "width": items.width, "sha256": items.sha256},
         "environment": manifest.environment(),
         "totals": totals,
+    }
+
+
+def _model(folder: ModelFolder, revision: str | None) -> dict[str, Any]:
+    return {
+        "name": folder.name,
+        "revision": revision,
+        "architecture": type(folder.config).__name__,
+        "hidden_size": folder.hidden_size,
+        "pooling": folder.pooling,
+        "weights_sha256": folder.weights_sha256,
     }

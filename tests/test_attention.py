@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from prefill_cli import machine
 from prefill_cli.encoding import kernels
 from prefill_cli.encoding.attention import TILE, PackedAttention, PrefixStates, Run
 from prefill_cli.encoding.kernels import load_kernels
@@ -162,7 +163,7 @@ def test_without_a_compiler_the_other_way_is_taken_and_said(monkeypatch, tmp_pat
         caplog.clear()
         monkeypatch.setenv("CXX", compiler)
         assert load_kernels() is None
-        assert "no kernels are compiled" in caplog.text
+        assert "no kernels.cpp is compiled" in caplog.text
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     caplog.clear()
     assert load_kernels() is None
@@ -177,10 +178,10 @@ def test_the_kernel_is_built_once(monkeypatch, tmp_path):
         built.append(command)
         Path(command[command.index("-o") + 1]).write_bytes(b"library")
 
-    monkeypatch.setattr(kernels.subprocess, "run", compiler)
-    first = kernels._built(["g++"])
+    monkeypatch.setattr(machine.subprocess, "run", compiler)
+    first = machine.library_path(kernels.SOURCE, ["g++"])
     assert first.read_bytes() == b"library"
     assert [p.name for p in (tmp_path / "prefill-score").iterdir()] == [first.name], "no scratch is left"
-    assert kernels._built(["g++"]) == first
+    assert machine.library_path(kernels.SOURCE, ["g++"]) == first
     assert len(built) == 1
-    assert kernels._built(["clang++"]) != first
+    assert machine.library_path(kernels.SOURCE, ["clang++"]) != first

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from prefill_cli import machine as machine_room
 from prefill_cli.encoding import budget
 
 
@@ -13,9 +14,9 @@ def machine(monkeypatch, tmp_path):
     meminfo.write_text(f"MemTotal: {80 << 20} kB\nMemAvailable: {64 << 20} kB\n")
     (tmp_path / "cache" / "index3").mkdir(parents=True)
     (tmp_path / "cache" / "index3" / "size").write_text("65536K\n")
-    monkeypatch.setattr(budget, "MEMINFO", str(meminfo))
-    monkeypatch.setattr(budget, "CGROUP_LIMITS", (str(limit),))
-    monkeypatch.setattr(budget, "CACHES", str(tmp_path / "cache"))
+    monkeypatch.setattr(machine_room, "MEMINFO", str(meminfo))
+    monkeypatch.setattr(machine_room, "CGROUP_LIMITS", (str(limit),))
+    monkeypatch.setattr(machine_room, "CACHES", str(tmp_path / "cache"))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     return tmp_path
 
@@ -40,7 +41,7 @@ def test_a_quarter_of_the_free_memory_is_the_limit_of_a_probe(machine):
 
 
 def test_a_system_that_tells_nothing_has_some_memory(machine, monkeypatch):
-    monkeypatch.setattr(budget, "MEMINFO", str(machine / "nothing"))
+    monkeypatch.setattr(machine_room, "MEMINFO", str(machine / "nothing"))
     assert budget.affordable(576, "bfloat16", "cpu")[-1] == 8_192
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from prefill_cli.errors import InputError, ItemsError
 from prefill_cli.scoring.filters import ItemIndex
 from prefill_cli.scoring.items import Items
+from prefill_cli.scoring.matrix import Matrix
 from prefill_cli.scoring.topk import Catalogue, search
 
 LETTERS = pa.array(["a", "b", "c", "d"])
@@ -28,7 +29,7 @@ def catalogue(scores, ids=None, allowed=None):
     """Items of width 1 whose score for the user [1.0] is given."""
     vectors = np.array(scores, np.float32)[:, None]
     ids = pa.array(range(len(scores))) if ids is None else ids
-    return Catalogue(Items(ids, vectors, np.abs(vectors[:, 0]).astype(np.float64), None, "", 0, {}), allowed)
+    return Catalogue(Items(ids, Matrix(vectors, 1), np.abs(vectors[:, 0]).astype(np.float64), None, "", 0, {}), allowed)
 
 
 def lists(found):

@@ -8,17 +8,25 @@ import sys
 from conftest import PROJECT
 
 PACKAGE = PROJECT / "prefill_cli"
-BASE = {"errors", "config", "arrow"}  # every room may use these; they use one another only, in this order of depth
+BASE = {
+    "errors",
+    "config",
+    "arrow",
+    "machine",
+    "matrices",
+}  # every room may use these; they use one another only, in this order of depth
 # What a room may import beside the base. Nothing else, in either direction.
 ALLOWED = {
     "arrow": set(),
     "errors": set(),
     "config": set(),
+    "machine": set(),
+    "matrices": set(),
     "data": set(),
     "encoding": set(),
     "scoring": set(),
     "job": {"data", "encoding", "scoring"},
-    "summary": {"data", "job"},
+    "summary": {"data", "encoding", "job"},
     "pipeline": {"data", "encoding", "scoring", "job", "summary"},
     "engines": {"data", "job", "pipeline"},
     "tools": {"data", "encoding", "scoring", "job"},

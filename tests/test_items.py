@@ -161,7 +161,7 @@ def test_npy_stays_memory_mapped_and_read_only(tmp_path):
     items = load(tmp_path / "i.npy")
     assert items.vectors.tolist() == VECTORS.tolist()
     assert not items.vectors.flags.writeable
-    assert isinstance(items.vectors.base, np.memmap)
+    assert isinstance(items.vectors, np.memmap)
 
 
 @pytest.mark.parametrize("dtype", ["<f2", "<f8", ">f4"])
@@ -473,7 +473,7 @@ def test_damage_inside_a_parquet_file_is_an_error_of_the_items(tmp_path):
 @pytest.mark.parametrize(
     ("array", "words"),
     [
-        (np.array([[1, "a"]], object), "not readable as npy"),
+        (np.array([[1, "a"]], object), r"found object \[1, 2\]"),
         (np.arange(8).reshape(2, 4), r"expected a matrix of floats .* found int64 \[2, 4\]"),
         (np.zeros(4, np.float32), r"found float32 \[4\]"),
         (np.zeros((2, 2, 4), np.float32), r"\[2, 2, 4\]"),

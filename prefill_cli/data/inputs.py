@@ -21,10 +21,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefill_cli.arrow import is_binary, is_list, is_text, plain_type
-from prefill_cli.config import RunConfig
+from prefill_cli.config import RunConfig, option
 from prefill_cli.errors import InputError, UsageError, first_line, nearest
+from prefill_cli.matrices import MATRIX_SUFFIXES, TENSOR, open_matrix
 
 log = logging.getLogger(__name__)
+MATRIX_HEAD_BYTES = 65_536  # which tell one file from another, beside its size and time
 PARQUET_SUFFIXES = (".parquet", ".parq", ".pq")
 
 
@@ -94,10 +96,15 @@ def plan_inputs(config: RunConfig) -> InputPlan:
     Raises:
         InputError: nothing found, unreadable file, missing column, types that do not go together.
     """
+    paths = find_files(config.inputs)
+    if config.vector_column and len(paths) == 1 and paths[0].endswith(MATRIX_SUFFIXES):
+        return matrix_plan(paths[0], config)
     with ThreadPoolExecutor(8) as pool:
-        files = tuple(pool.map(read_footer, find_files(config.inputs)))
+        files = tuple(pool.map(read_footer, paths))
     types = {config.id_column: _reconcile(files, config.id_column, "an id", _is_id)}
-    if config.messages_column:
+    if config.vector_column:
+        what, fits = "vectors (a list of floats)", is_vectors
+    elif config.messages_column:
         what, fits = "chat messages (a list of role and content, both text)", _is_messages
     elif config.token_ids_column:
         what, fits = "token ids (a list of integers)", _is_token_ids
@@ -229,6 +236,39 @@ def read_footer(path: str) -> InputFile:
     return InputFile(path, rows, schema, stat.st_size, stat.st_mtime_ns, digest, data_bytes)
 
 
+def matrix_plan(path: str, config: RunConfig) -> InputPlan:
+    """A .npy or .safetensors file of users' vectors: a column of them, and their ids (--user-ids, else row numbers).
+
+    Raises:
+        InputError: unreadable. UsageError: options that need columns which such a file has not.
+    """
+    for name in ("keep_columns", "exclude_column", "candidates_column"):
+        if getattr(config, name):
+            raise UsageError(f"{option(name)} needs Parquet input; {path} has no such column")
+    rows, _ = open_matrix(Path(path), TENSOR, InputError)
+    ids = pa.int64() if config.user_ids is None else user_ids(config.user_ids, config.id_column, len(rows)).type
+    stat = os.stat(path)
+    with open(path, "rb") as file:
+        head = hashlib.sha256(file.read(MATRIX_HEAD_BYTES)).hexdigest()
+    schema = pa.schema([(config.id_column, ids), (config.text_column, pa.list_(pa.float32(), rows.shape[1]))])
+    size = int(rows.shape[0] * rows.shape[1] * rows.dtype.itemsize)
+    found = InputFile(path, (len(rows),), schema, stat.st_size, stat.st_mtime_ns, head, size)
+    return InputPlan((found,), pa.schema([(config.id_column, ids), (config.text_column, schema.types[1])]), ids, ())
+
+
+def user_ids(path: Path, name: str, rows: int) -> pa.Array:
+    """The ids of the rows of a .npy or .safetensors file: column `name` of a Parquet file.
+
+    Raises:
+        InputError: unreadable, no such column, a type that is no id, another number of rows.
+    """
+    kind = _reconcile((read_footer(str(path)),), name, "an id", _is_id)
+    ids = pq.read_table(path, columns=[name])[name].combine_chunks().cast(kind)
+    if len(ids) != rows:
+        raise InputError(f"{path} has {len(ids)} ids, but the input has {rows} rows")
+    return ids
+
+
 def hive_columns(path: str) -> dict[str, str]:
     """`.../country=BR/day=03/x.parquet` → {'country': 'BR', 'day': '03'}; values stay text."""
     pairs = (part.partition("=") for part in Path(path).parts[:-1] if "=" in part)
@@ -291,6 +331,10 @@ def _is_id(kind: pa.DataType) -> bool:
 
 def _is_token_ids(kind: pa.DataType) -> bool:
     return is_list(kind) and bool(pa.types.is_integer(kind.value_type) or pa.types.is_null(kind.value_type))
+
+
+def is_vectors(kind: pa.DataType) -> bool:
+    return is_list(kind) and bool(pa.types.is_floating(kind.value_type) or pa.types.is_null(kind.value_type))
 
 
 def _is_messages(kind: pa.DataType) -> bool:

@@ -9,15 +9,19 @@ import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefill_cli.arrow import invalid_text, is_text, to_working, working_type
 from prefill_cli.config import RunConfig
+from prefill_cli.data import inputs
 from prefill_cli.data.inputs import InputFile, InputPlan, Shard, hive_columns
 from prefill_cli.data.rejects import Reject
 from prefill_cli.errors import InputError, first_line
+from prefill_cli.matrices import MATRIX_SUFFIXES, TENSOR, open_matrix, to_float32
 
 BATCH_ROWS = 2_048
 BATCH_BYTES = 64 << 20  # of a record batch as the file encodes it (a repeated value counts once), which reading aims below
@@ -63,7 +67,8 @@ class ShardReader:
         while done < shard.rows:
             file, offset = self._locate(shard.start + done)
             if self._cursor is None or not self._cursor.stands_at(file, offset):
-                self._cursor = _Cursor(file, offset, [c for c in self._plan.columns.names if c in file.schema.names])
+                columns = [c for c in self._plan.columns.names if c in file.schema.names]
+                self._cursor = _Cursor(file, offset, columns, self._config.user_ids)
             batch = self._cursor.next_batch(shard.rows - done)
             done += batch.num_rows
             read[file.path] = file
@@ -106,10 +111,14 @@ class ShardReader:
 class _Cursor:
     """An open file that stands at a row and moves forward."""
 
-    def __init__(self, file: InputFile, offset: int, columns: list[str]) -> None:
+    def __init__(self, file: InputFile, offset: int, columns: list[str], user_ids: Path | None) -> None:
         self._file = file
         self._next_row = offset
         self._rest: pa.RecordBatch | None = None
+        if file.path.endswith(MATRIX_SUFFIXES):
+            _check_unchanged(file)
+            self._batches = _matrix_batches(file, offset, columns, user_ids)
+            return
         try:
             _check_unchanged(file)
             # No pre-buffering: a column chunk is read through a small buffer, however large its row group is.
@@ -154,6 +163,17 @@ def _check_unchanged(file: InputFile) -> None:
         raise InputError(f"{file.path}: the file was there when the run began: {error.strerror}") from None
     if (stat.st_size, stat.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
         raise InputError(f"{file.path}: the file changed while the run was reading it; start the run again")
+
+
+def _matrix_batches(file: InputFile, start: int, columns: list[str], user_ids: Path | None) -> Iterator[pa.RecordBatch]:
+    """Ids and vectors of a .npy or .safetensors file from a row on."""
+    rows, _ = open_matrix(Path(file.path), TENSOR, InputError)
+    ids = None if user_ids is None else inputs.user_ids(user_ids, columns[0], len(rows))
+    for first in range(start, len(rows), BATCH_ROWS):
+        vectors = to_float32(rows[first : first + BATCH_ROWS])
+        numbers = pa.array(np.arange(first, first + len(vectors))) if ids is None else ids.slice(first, len(vectors))
+        lists = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), vectors.shape[1])
+        yield pa.RecordBatch.from_arrays([numbers, lists], names=columns)
 
 
 def _batches(parquet: pq.ParquetFile, first_group: int, columns: list[str]) -> Iterator[pa.RecordBatch]:

@@ -6,7 +6,16 @@ from typing import Literal
 import pyarrow as pa
 
 Reason = Literal[
-    "null_id", "null_prompt", "empty_prompt", "bad_text", "too_long", "bad_token_ids", "not_finite", "out_of_memory"
+    "null_id",
+    "null_prompt",
+    "empty_prompt",
+    "bad_text",
+    "too_long",
+    "bad_token_ids",
+    "not_finite",
+    "out_of_memory",
+    "null_vector",
+    "bad_vector",
 ]
 COLUMNS = ("source_file", "source_row", "reason", "detail")
 

@@ -22,7 +22,7 @@ class ShardRows:
     columns: pa.Table  # the id, then the kept columns, in working types
     exclude: pa.ChunkedArray | None  # [n] lists of item ids
     candidates: pa.ChunkedArray | None
-    input_ids: list[Ids]  # n arrays
+    input_ids: list[Ids]  # n arrays; of a search, the vectors
     source_file: npt.NDArray[np.object_]  # [n]
     source_row: npt.NDArray[np.int64]  # [n]
     rejects: pa.Table
@@ -31,7 +31,7 @@ class ShardRows:
 
     @property
     def tokens(self) -> int:
-        return sum(map(len, self.input_ids))
+        return sum(len(ids) for ids in self.input_ids if ids.dtype.kind == "i")
 
     def without(self, bad: npt.NDArray[np.bool_], reject: Reject) -> "ShardRows":
         """The same rows less the `bad` ones ([n] mask), which are rejected."""

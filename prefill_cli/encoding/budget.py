@@ -5,9 +5,10 @@ is filled up more often and pays for each layer's calls more often. A prompt's v
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
+
+from prefill_cli.machine import cache_bytes, free_memory
 
 CHUNK = {"cpu": 1_024, "mps": 2_048, "cuda": 8_192}  # rows of a position-wise product, by device type
 CHUNKS = (1, 2, 4, 8)  # of a row: the budgets that come into question
@@ -17,23 +18,18 @@ STATES_PER_TOKEN = 12
 SHARE_OF_MEMORY = 0.25
 PROBES = 2  # passes of each budget
 NOISE = 0.05
-UNKNOWN_CACHE = 32 << 20
-UNKNOWN_MEMORY = 4 << 30
-CACHES = "/sys/devices/system/cpu/cpu0/cache"
-MEMINFO = "/proc/meminfo"
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def auto_batch_tokens(hidden_size: int, dtype: str, device: str) -> int:
     """The largest budget in question whose states fit the last cache, and a quarter of the free memory, for all lanes."""
-    return affordable(hidden_size, dtype, device, _cache_bytes() if device == "cpu" else _free_bytes(device))[-1]
+    return affordable(hidden_size, dtype, device, cache_bytes() if device == "cpu" else free_memory(device))[-1]
 
 
 def affordable(hidden_size: int, dtype: str, device: str, most_bytes: float = float("inf")) -> list[int]:
     """Budgets that a quarter of the free memory and `most_bytes` have room for, ascending; at least the smallest."""
     lanes = torch.get_num_threads() if device == "cpu" else 1
     token = lanes * STATES_PER_TOKEN * hidden_size * getattr(torch, dtype).itemsize
-    room = min(SHARE_OF_MEMORY * _free_bytes(device), most_bytes)
+    room = min(SHARE_OF_MEMORY * free_memory(device), most_bytes)
     chunk = CHUNK[device.partition(":")[0]]
     return [chunk * n for n in CHUNKS if n == 1 or chunk * n * token <= room]
 
@@ -48,24 +44,3 @@ def fastest(budgets: Sequence[int], seconds: Callable[[int], float]) -> int:
         for tokens in budgets:
             best[tokens] = min(best[tokens], seconds(tokens) / tokens)
     return next(tokens for tokens in budgets if best[tokens] <= (1 + NOISE) * min(best.values()))
-
-
-def _free_bytes(device: str) -> float:
-    if device.startswith("cuda"):
-        return float(torch.cuda.mem_get_info(torch.device(device))[0])
-    limits = [float(text) for path in CGROUP_LIMITS if (text := _read(path).strip()).isdigit()]
-    limits += [1024 * float(line.split()[1]) for line in _read(MEMINFO).splitlines() if line.startswith("MemAvailable:")]
-    return min(limits, default=UNKNOWN_MEMORY)
-
-
-def _cache_bytes() -> float:
-    """Of the largest cache of a core, as Linux tells it: `307200K`."""
-    sizes = [_read(str(path)).strip() for path in Path(CACHES).glob("index*/size")]
-    return max([1024.0 * int(size[:-1]) for size in sizes if size[:-1].isdigit() and size[-1] == "K"], default=UNKNOWN_CACHE)
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,6 @@ class Encoder(Protocol):
     name: str  # for the manifest
     max_batch_tokens: int  # as the run asked, or as a probe found
 
-    def encode(self, input_ids: Sequence[npt.NDArray[np.int32]], on_batch: OnBatch) -> Encoded:
+    def encode(self, input_ids: Sequence[npt.NDArray[Any]], on_batch: OnBatch) -> Encoded:
         """Vectors of `input_ids` (n arrays of at least one token each), in the same order."""
         ...

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -42,11 +44,15 @@ def finish(pooled: Tensor, dims: int | None, normalize: bool) -> Tensor:
     A vector of zero length, which has no direction, stays as it is.
     """
     cut = pooled[:, :dims].cpu()
-    if not normalize:
-        return cut
-    wide = cut.double()  # squares of very long or short vectors leave the range of float32
+    return torch.from_numpy(unit_length(cut.numpy())) if normalize else cut
+
+
+def unit_length(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """[n, d] vectors over their lengths; one of zero length stays as it is."""
+    wide = torch.from_numpy(vectors).double()  # squares of very long or short vectors leave the range of float32
     lengths = wide.norm(dim=-1, keepdim=True)
-    return (wide / torch.where(lengths > 0, lengths, 1.0)).float()
+    scaled: npt.NDArray[np.float32] = (wide / torch.where(lengths > 0, lengths, 1.0)).float().numpy()
+    return scaled
 
 
 def stored_pooling(folder: Path) -> str | None:

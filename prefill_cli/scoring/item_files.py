@@ -16,23 +16,28 @@ import pyarrow.parquet as pq
 from prefill_cli.arrow import is_binary, is_list, is_text, working_type
 from prefill_cli.config import RunConfig
 from prefill_cli.errors import ItemsError, UsageError, first_line, nearest
+from prefill_cli.matrices import MATRIX_SUFFIXES, TENSOR, Rows, open_matrix
 
 PROVENANCE_KEY = "prefill-score"  # of the file's metadata; the value is a JSON object
-TENSOR = "embeddings"
 PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".npz")
 
 
 @dataclass(frozen=True)
 class RawItems:
-    """N rows as the file has them. `vectors` [N, d] of the file's float type; rows in `null_rows` are zeros here."""
+    """N rows as the file has them.
+
+    `vectors` [N, d] of the file's float type, bfloat16 as uint16; rows in `null_rows` are zeros here. `numbered`: ids are
+    row numbers.
+    """
 
     ids: pa.Array
-    vectors: npt.NDArray[Any]
+    vectors: Rows
     sha256: str
     null_rows: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     bias: npt.NDArray[np.float32] | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
-    mapped: tuple[Path, int, int] | None = None  # the stamp of the file where `vectors` are a view of it
+    mapped: tuple[Path, int, int] | None = None  # the stamp of the file where `vectors` are read from it as they are needed
+    numbered: bool = False
 
 
 def stamp(path: Path) -> tuple[Path, int, int]:
@@ -57,8 +62,8 @@ def read(config: RunConfig) -> RawItems:
             f"{path}: pickled files can run code when they are read and are refused; save the matrix as .safetensors "
             f"(tensor {TENSOR!r}), .npy, or Parquet"
         )
-    if suffix in (".safetensors", ".npy"):
-        return _read_matrix(config, path, suffix)
+    if suffix in MATRIX_SUFFIXES:
+        return _read_matrix(config, path)
     if config.item_ids:
         raise UsageError(
             f"--item-ids goes with .safetensors or .npy; {path} has its ids in column {config.item_id_column!r}"
@@ -181,52 +186,23 @@ def _bias(column: pa.ChunkedArray, name: str, part: str) -> npt.NDArray[np.float
     return bias
 
 
-def _read_matrix(config: RunConfig, path: str, suffix: str) -> RawItems:
+def _read_matrix(config: RunConfig, path: str) -> RawItems:
     """[N, d] from safetensors or npy, ids from --item-ids or row numbers."""
     if config.item_bias_column:
         raise UsageError(f"--item-bias-column needs a Parquet item file; {path} has no columns")
-    mapped = stamp(Path(path)) if suffix == ".npy" and Path(path).is_file() else None
     try:
-        vectors, provenance = (np.load(path, mmap_mode="r"), {}) if suffix == ".npy" else _safetensors(path)
+        mapped = stamp(Path(path))
+        vectors, metadata = open_matrix(Path(path), TENSOR, ItemsError)
     except FileNotFoundError:
         raise ItemsError(f"--items {path}: no such file") from None
-    except ItemsError:
-        raise
-    except Exception as error:  # safetensors and NumPy have their own kinds for a damaged file
-        raise ItemsError(f"{path}: not readable as {suffix[1:]}: {first_line(error)}") from None
-    if not isinstance(vectors, np.ndarray):
-        raise ItemsError(f"{path}: a zip of arrays (.npz), not one .npy array")
-    if vectors.ndim != 2 or vectors.dtype.kind != "f":
-        raise ItemsError(f"{path}: expected a matrix of floats [items, width], found {vectors.dtype} {list(vectors.shape)}")
+    provenance = _provenance(path, metadata.get(PROVENANCE_KEY))
     if not config.item_ids:
         numbers = pa.array(np.arange(len(vectors), dtype=np.int64))
-        return RawItems(numbers, vectors, _digest([path]), provenance=provenance, mapped=mapped)
+        return RawItems(numbers, vectors, _digest([path]), provenance=provenance, mapped=mapped, numbered=True)
     ids = id_column(config.item_ids, config.item_id_column)
     if len(ids) != len(vectors):
         raise ItemsError(f"{config.item_ids} has {len(ids)} ids, but {path} has {len(vectors)} rows")
     return RawItems(ids, vectors, _digest([path, str(config.item_ids)]), provenance=provenance, mapped=mapped)
-
-
-def _safetensors(path: str) -> tuple[npt.NDArray[Any], dict[str, Any]]:
-    """The embeddings [N, d] (bfloat16 becomes float32, which NumPy has) and the provenance."""
-    from safetensors import safe_open
-
-    with safe_open(path, framework="np") as file:
-        names = list(file.keys())
-        if TENSOR not in names:
-            raise ItemsError(f"{path}: no tensor {TENSOR!r}{nearest(TENSOR, names)}")
-        provenance = _provenance(path, (file.metadata() or {}).get(PROVENANCE_KEY))
-        if file.get_slice(TENSOR).get_dtype() != "BF16":
-            return file.get_tensor(TENSOR), provenance
-    return _bfloat16(path), provenance
-
-
-def _bfloat16(path: str) -> npt.NDArray[np.float32]:
-    import torch
-    from safetensors.torch import load_file
-
-    matrix: torch.Tensor = load_file(path)[TENSOR]
-    return matrix.float().numpy()
 
 
 def id_column(path: Path, name: str) -> pa.Array:

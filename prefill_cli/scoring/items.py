@@ -5,8 +5,7 @@ npy (memory-mapped). Files without ids take them from --item-ids, else the row n
 """
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,27 @@ from prefill_cli.config import RunConfig
 from prefill_cli.errors import ItemsError, UsageError
 from prefill_cli.scoring import item_files
 from prefill_cli.scoring.item_files import stamp
+from prefill_cli.scoring.matrix import Matrix
 
 log = logging.getLogger(__name__)
-CHECK_ROWS = 65_536
 
 
 @dataclass(frozen=True)
 class Items:
     """N items in file order, ready to be scored.
 
-    `vectors` is [N, d] float32, cut and normalised as --dims, --normalize and --score ask; `bias` [N] float32 or None;
+    `matrix` is [N, d] float32, cut and normalised as --dims, --normalize and --score ask; `bias` [N] float32 or None;
     `norms` [N] float64, the vectors' lengths.
     """
 
     ids: pa.Array
-    vectors: npt.NDArray[np.float32]
+    matrix: Matrix
     norms: npt.NDArray[np.float64]
     bias: npt.NDArray[np.float32] | None
     sha256: str
     dropped: int
     provenance: dict[str, Any]
-    mapped: tuple[Path, int, int] | None = None  # path, size and mtime of the file that `vectors` are a view of
+    mapped: tuple[Path, int, int] | None = None  # path, size and mtime of the file that `matrix` reads from
 
     def check_unchanged(self) -> None:
         """That a memory-mapped file is still what was checked and digested.
@@ -56,11 +55,20 @@ class Items:
 
     @property
     def width(self) -> int:
-        return int(self.vectors.shape[1])
+        return self.matrix.width
+
+    @property
+    def vectors(self) -> npt.NDArray[np.float32]:
+        """[N, d], all in memory."""
+        resident = self.matrix.resident
+        return self.matrix.block(0, len(self)) if resident is None else resident
 
 
-def load_items(config: RunConfig, hidden_size: int | None) -> Items:
-    """Load and check the catalogue of a run. `hidden_size` is the model's width; None checks the file by itself.
+def load_items(config: RunConfig, user_width: int | None, head_width: int | None = None) -> Items:
+    """Load and check the catalogue of a run.
+
+    user_width: of the users' vectors before --dims; None checks the file by itself. head_width: of the items that a head
+    takes, which are then not cut.
 
     Raises:
         ItemsError: unreadable, wrong width, duplicate ids, bad vectors (unless --bad-items drop).
@@ -70,16 +78,11 @@ def load_items(config: RunConfig, hidden_size: int | None) -> Items:
     where, width = str(config.items), raw.vectors.shape[1]
     if not len(raw.ids):
         raise ItemsError(f"{where}: there are no items in it")
-    hidden_size = hidden_size or width
-    wanted = config.dims or hidden_size
-    if config.dims and config.dims > hidden_size:
-        raise UsageError(f"--dims {config.dims} is more than the model's width of {hidden_size}")
-    if width not in (hidden_size, wanted):
-        also = f" or --dims {config.dims}" if config.dims else ""
-        raise ItemsError(f"{where}: embeddings are {width} wide, but {config.model} gives vectors of {hidden_size}{also}")
-    _check_ids(raw.ids, where)
-    vectors = raw.vectors[:, :wanted]
-    bad = _bad_rows(vectors, raw.null_rows, config.score == "cosine" or config.normalize)
+    wanted = _wanted_width(config, width, user_width or width, head_width)
+    if not raw.numbered:
+        _check_ids(raw.ids, where)
+    matrix = Matrix(raw.vectors, wanted)
+    bad = _bad_rows(matrix, raw.null_rows, config.score == "cosine" or config.normalize)
     if raw.bias is not None:
         bad["a bias that is null or not finite"] = np.flatnonzero(~np.isfinite(raw.bias))
     bad_rows = np.unique(np.concatenate(list(bad.values())))
@@ -99,14 +102,31 @@ def load_items(config: RunConfig, hidden_size: int | None) -> Items:
             _examples(ids, bad_rows),
         )
         keep = np.setdiff1d(np.arange(len(ids)), bad_rows)
-        ids, vectors, bias = ids.take(pa.array(keep)), vectors[keep], None if bias is None else bias[keep]
+        ids, bias = ids.take(pa.array(keep)), None if bias is None else bias[keep]
+        matrix = replace(matrix, kept=keep)
     if not len(ids):
         raise ItemsError(f"{where}: every item is left out (--bad-items drop)")
-    vectors = np.ascontiguousarray(vectors, np.float32)
     if config.normalize or config.score == "cosine":
-        vectors = _unit_length(vectors)
-    mapped = raw.mapped if np.may_share_memory(vectors, raw.vectors) else None
-    return Items(ids, vectors, _norms(vectors), bias, raw.sha256, len(bad_rows), raw.provenance, mapped)
+        matrix = replace(matrix, lengths=_norms(matrix))
+    stored, matrix = matrix, matrix.in_memory()
+    mapped = raw.mapped if np.may_share_memory(matrix.source, raw.vectors) or matrix is stored else None
+    return Items(ids, matrix, _norms(matrix), bias, raw.sha256, len(bad_rows), raw.provenance, mapped)
+
+
+def _wanted_width(config: RunConfig, width: int, user_width: int, head_width: int | None) -> int:
+    """The columns of the item file that are scored: it may be as wide as the users' vectors, or as --dims cuts them."""
+    wanted = head_width or config.dims or user_width
+    if config.dims and config.dims > user_width:
+        raise UsageError(f"--dims {config.dims} is more than the model's width of {user_width}")
+    if head_width and width != head_width:
+        raise ItemsError(
+            f"{config.items}: embeddings are {width} wide, but --head {config.head} takes items of {head_width}"
+        )
+    if width not in (user_width, wanted):
+        also = f" or --dims {config.dims}" if config.dims else ""
+        users = config.model or "the input"
+        raise ItemsError(f"{config.items}: embeddings are {width} wide, but {users} gives vectors of {user_width}{also}")
+    return wanted
 
 
 def check_provenance(items: Items, config: RunConfig, made_with: dict[str, Any]) -> None:
@@ -140,40 +160,26 @@ def _check_ids(ids: pa.Array, where: str) -> None:
         raise ItemsError(f"{where}: {len(repeated)} item ids stand there more than once: {_examples(repeated)}")
 
 
-def _bad_rows(
-    vectors: npt.NDArray[Any], null_rows: npt.NDArray[np.int64], no_zeros: bool
-) -> dict[str, npt.NDArray[np.int64]]:
+def _bad_rows(matrix: Matrix, null_rows: npt.NDArray[np.int64], no_zeros: bool) -> dict[str, npt.NDArray[np.int64]]:
     """Rows of [N, d] vectors that cannot be scored, by what is wrong with them."""
-    finite = _by_block(vectors, lambda block: np.isfinite(block.astype(np.float32)).all(axis=1), bool)
-    finite[null_rows] = True  # told apart by their own reason
+    finite, zero = np.ones(len(matrix), bool), np.zeros(len(matrix), bool)
+    for start, block in matrix.blocks():
+        finite[start : start + len(block)] = np.isfinite(block).all(axis=1)
+        if no_zeros:
+            zero[start : start + len(block)] = ~block.any(axis=1)
+    finite[null_rows], zero[null_rows] = True, False  # told apart by their own reason
     bad = {"null or ragged embeddings": null_rows, "NaN or infinity in the embedding": np.flatnonzero(~finite)}
     if no_zeros:
-        zero = _by_block(vectors, lambda block: ~block.astype(np.float32).any(axis=1), bool)
-        zero[null_rows] = False
         bad["an embedding of zero length, which has no direction for cosine or --normalize"] = np.flatnonzero(zero)
     return bad
 
 
-def _unit_length(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """[N, d] vectors over their lengths, which are taken in float64: a float32 one may overflow or vanish."""
-    unit, norms = np.empty(vectors.shape, np.float32), _norms(vectors)
-    for start in range(0, len(vectors), CHECK_ROWS):
-        stop = start + CHECK_ROWS
-        unit[start:stop] = vectors[start:stop] / norms[start:stop, None]
-    return unit
-
-
-def _norms(vectors: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    return _by_block(vectors, lambda block: np.sqrt(np.square(block, dtype=np.float64).sum(axis=1)), np.float64)
-
-
-def _by_block(vectors: npt.NDArray[Any], compute: Callable[[npt.NDArray[Any]], Any], dtype: Any) -> npt.NDArray[Any]:
-    """[N] results of a row-wise function without a second [N, d] array in memory."""
-    result = np.empty(len(vectors), dtype)
-    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes infinity, which is what is looked for
-        for start in range(0, len(vectors), CHECK_ROWS):
-            result[start : start + CHECK_ROWS] = compute(vectors[start : start + CHECK_ROWS])
-    return result
+def _norms(matrix: Matrix) -> npt.NDArray[np.float64]:
+    """[N] lengths, in float64: a float32 one may overflow or vanish."""
+    norms = np.empty(len(matrix))
+    for start, block in matrix.blocks():
+        norms[start : start + len(block)] = np.sqrt(np.einsum("nd,nd->n", *[block.astype(np.float64)] * 2))
+    return norms
 
 
 def _examples(ids: pa.Array, rows: npt.NDArray[np.int64] | None = None) -> str:

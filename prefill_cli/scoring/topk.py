@@ -1,35 +1,50 @@
-"""Exact top-k over the whole catalogue, by blocks, with a proof that nothing was missed.
+"""Exact top-k over the whole catalogue, by a low-precision scan with a proof that nothing was missed.
 
 The score of a (user, item) pair is the float64 dot product of the two float32 vectors, plus the item's bias, rounded to
-float32. It depends on the pair alone: not on the block, the batch or k. Order: score descending, then item row ascending.
+float32 (rescore.py). It depends on the pair alone: not on the block, the batch, the scan or k. Order: score descending,
+then item row ascending.
 
-Computing all scores that way would cost too much, so blocks of items are scanned by a float32 matrix product, whose
-rounding depends on shapes, and only what could be in the answer is rescored. With u = 2^-24 and width d, a float32
-product (not TF32) in any order of summation, with fused multiply-add or without, is off by at most g |q||x|, g = d u
-/ (1 - d u) (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1, and Cauchy-Schwarz). Adding
-the bias and rounding the exact score add at most u (|q||x| + |b|) each, and a third such term pays for rounding the
-comparison itself. Let E be that sum for the longest item and the largest bias, and t the k-th largest scanned score.
-The k items at t or above have exact scores of at least t - E; an item scanned below t - 2 E has an exact score below
-t - E, so it is below k others. What is scanned at t - 2 E or above is rescored, ties and all.
+Computing all scores that way would cost too much, so all items are scanned in the fastest type that the machine
+multiplies, and only what could be in the answer is rescored. Let q', x' be the vectors as they are multiplied (rounded
+to bfloat16, or themselves), u = 2^-24, m the padded width. Then
+
+    |q x - q' x'| <= |q - q'| |x| + |q'| |x - x'|                                            (Cauchy-Schwarz, twice)
+
+with the lengths of what rounding really lost, not a worst case. Products of bfloat16 numbers are exact in float32, and
+a sum of m products in float32, in any order and with or without fused multiply-add, is off by at most g |q'| |x'|, g =
+2 m u / (1 - 2 m u), twice what Higham has (Accuracy and Stability of Numerical Algorithms, 2002, section 3.1), because
+matrix units may round the sum of two products on its own. They may also take numbers below 2^-126 for zero, which
+moves a score by at most 2^-126 (1 + |q|max + |x|max) for each of 2 m roundings. Adding the bias, rounding the exact
+score to float32, and rounding the bounds themselves each move a score by at most u (|q| |x| + |b|); 16 such terms are
+taken. E, the sum of all this, is linear in |x| and |x - x'|, so that a run of 64 items has one bound from its longest
+item and largest loss: one huge item costs its neighbours, not the catalogue.
+
+A scanned score s then says that the exact one lies within s - E and s + E. Let t be the k-th largest s - E of items
+seen so far: k items have exact scores of at least t, so one with s + E < t is below k others and no tie with any of
+them. The scan keeps a list of the others for each user and cuts it back when it is full, which raises t. What is left
+at the end is rescored, ties and all. A user whose list stays full (a catalogue of equal items, say) is scored exactly
+against every item instead.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from prefill_cli.scoring.filters import Filters, Pairs
+from prefill_cli.scoring.heads import PairHead
 from prefill_cli.scoring.items import Items
+from prefill_cli.scoring.kernels import FOUND, Kernels
+from prefill_cli.scoring.rescore import best, pair_scores
+from prefill_cli.scoring.scan import KernelScan, PairScan, TorchScan
 
-BLOCK_ITEMS = 16_384
-QUERY_ROWS = 1_024
-SCAN_CELLS = 1 << 24  # of a block of scanned scores: 64 MB
-SURVIVOR_LIMIT = 4_000_000  # pairs held for rescoring; above it the queries are taken in halves
-RESCORE_CELLS = 1 << 22
-UNIT_ROUNDOFF = 2.0**-24
+PASS_BYTES = 256 << 20  # of lists that a pass over the items fills
+PASS_QUERIES = 4_096
+SHORT_SHARE = 64  # a candidate list of at most 1 / 64 of the catalogue is scored alone: what a scan of all costs
+SHORT_LIST = 1_024
+PAIRS_AT_ONCE = 8_000_000  # that are rescored
 
 
 @dataclass(frozen=True)
@@ -41,35 +56,61 @@ class TopK:
     scores: npt.NDArray[np.float32]
 
 
-def overflowing(queries: npt.NDArray[np.float32], items: Items) -> npt.NDArray[np.bool_]:
-    """[n] users whose scores might leave the range of float32, where no order could be told any more."""
-    longest, bias = _extremes(items)
-    with np.errstate(over="ignore"):
-        reach = np.sqrt(np.square(queries, dtype=np.float64).sum(axis=1)) * longest + bias
-    too_far: npt.NDArray[np.bool_] = ~(reach < np.finfo(np.float32).max / 4)
-    return too_far
-
-
 @dataclass(frozen=True)
 class Catalogue:
-    """What is searched: N items, a mask [N] of those that anybody may get (None: all), the device that scans them."""
+    """What is searched: N items, a mask [N] of those that anybody may get (None: all), the device that scans them.
+
+    head: scores pairs instead of the dot product. kernels: those that scan on a CPU; None: PyTorch does. scan_dtype:
+    bfloat16 or float32, None: what the device is fast in. The answer is the same.
+    """
 
     items: Items
     allowed: npt.NDArray[np.bool_] | None = None
     device: str = "cpu"
+    kernels: Kernels | None = None
+    scan_dtype: str | None = None
+    head: PairHead | None = None
+
+    @cached_property
+    def scan(self) -> KernelScan | TorchScan:
+        """The items, ready to be scanned: made at the first search."""
+        if self.head:
+            return PairScan(self.items, self.allowed, self.device, self.head)
+        if self.kernels and self.device == "cpu":
+            return KernelScan(self.items, self.allowed, self.kernels, self.scan_dtype)
+        return TorchScan(self.items, self.allowed, self.device, self.scan_dtype)
+
+    def pair_scores(
+        self, queries: npt.NDArray[np.float32], users: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float32]:
+        """[m] exact scores of m pairs."""
+        scan = self.scan
+        if isinstance(scan, PairScan):
+            return scan.pair_scores(queries, users, rows)
+        pool = (scan.pool, scan.lanes) if isinstance(scan, KernelScan) else (None, 1)
+        return pair_scores(queries, self.items.matrix, self.items.bias, users, rows, self.kernels, *pool)
+
+    def overflowing(self, queries: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
+        """[n] users whose scores might leave the range of float32, where no order could be told any more."""
+        if self.head and isinstance(self.scan, PairScan):
+            return self.scan.overflowing(queries)
+        bias = 0.0 if self.items.bias is None else float(np.abs(self.items.bias).max())
+        with np.errstate(over="ignore"):
+            reach = np.sqrt(np.square(queries, dtype=np.float64).sum(axis=1)) * float(self.items.norms.max()) + bias
+        too_far: npt.NDArray[np.bool_] = ~(reach < np.finfo(np.float32).max / 4)
+        return too_far
 
 
 def search(queries: npt.NDArray[np.float32], catalogue: Catalogue, k: int, filters: Filters) -> TopK:
     """The k best items of each user after the filters; fewer where fewer are left.
 
-    queries: [n, d] finite, d = catalogue.items.width. filters: of the same n users.
+    queries: [n, d] finite, d = catalogue.items.width, or the head's. filters: of the same n users.
     """
-    torch.set_float32_matmul_precision("highest")  # TF32 or bfloat16 products would break the bound
-    rows = max(1, min(QUERY_ROWS, SURVIVOR_LIMIT // (2 * k)))
+    k = min(k, len(catalogue.items))
+    queries = np.ascontiguousarray(queries, np.float32)
+    starts = _passes(len(queries), catalogue, k, filters)
     parts = [
-        part
-        for start in range(0, len(queries), rows)
-        for part in _search_rows(queries[start : start + rows], catalogue, k, filters.of_users(start, start + rows))
+        _search_some(queries[start:stop], catalogue, k, filters.of_users(start, stop)) for start, stop in pairwise(starts)
     ]
     lengths = np.concatenate([np.zeros(1, np.int64), *(np.diff(p.offsets) for p in parts)])
     return TopK(
@@ -79,140 +120,74 @@ def search(queries: npt.NDArray[np.float32], catalogue: Catalogue, k: int, filte
     )
 
 
-def _search_rows(queries: npt.NDArray[np.float32], catalogue: Catalogue, k: int, filters: Filters) -> Iterator[TopK]:
-    """Users together, or in halves where too many pairs survive the scan (a catalogue of equal items, say)."""
-    scan, mask, n = _Scan(queries, catalogue, k), _Mask(filters, catalogue), len(queries)
-    block = max(1, min(BLOCK_ITEMS, SCAN_CELLS // n))
-    for first in range(0, len(catalogue.items), block):
-        scan.add(first, min(first + block, len(catalogue.items)), mask)
-        if scan.survivors > SURVIVOR_LIMIT and n > 1:
-            for a, b in ((0, n // 2), (n // 2, n)):
-                yield from _search_rows(queries[a:b], catalogue, k, filters.of_users(a, b))
-            return
-    yield scan.finish()
+def _passes(n: int, catalogue: Catalogue, k: int, filters: Filters) -> list[int]:
+    """Where groups of users begin and the last ends, so that lists, survivors and candidates of a group fit the memory."""
+    if not n:
+        return [0]
+    most = max(1, min(PASS_QUERIES, PASS_BYTES // (FOUND.itemsize * catalogue.scan.room(k))))
+    pairs = np.cumsum(2 * k + np.diff(filters.candidates.lists(n)[0]))
+    starts = [0]
+    while starts[-1] < n:
+        done = pairs[starts[-1] - 1] if starts[-1] else 0
+        fitting = int(np.searchsorted(pairs, done + PAIRS_AT_ONCE, "right"))
+        starts.append(min(n, starts[-1] + most, max(fitting, starts[-1] + 1)))
+    return starts
 
 
-class _Scan:
-    """The pass over all items for n users: the k best scanned scores so far, and the pairs that may be in the answer."""
-
-    def __init__(self, queries: npt.NDArray[np.float32], catalogue: Catalogue, k: int) -> None:
-        items, device = catalogue.items, catalogue.device
-        self._queries, self._items, self._k, self._device = queries, items, k, device
-        self._on_device = _tensor(queries).to(device)
-        self._best = torch.full((len(queries), 1), -torch.inf, device=device)
-        self._margin = torch.from_numpy(2 * _error_bound(queries, items)).float().to(device)
-        self._pairs: list[tuple[Tensor, Tensor, Tensor]] = []  # user, item row, scanned score
-        self.survivors = 0
-
-    def add(self, first: int, stop: int, mask: "_Mask") -> None:
-        """Scan items first … stop - 1."""
-        block = _tensor(self._items.vectors[first:stop]).to(self._device)
-        scanned = self._on_device @ block.T  # [n, C]
-        if self._items.bias is not None:
-            scanned += _tensor(self._items.bias[first:stop]).to(self._device)
-        mask.apply(scanned, first, stop)
-        block_best = scanned.topk(min(self._k, stop - first), sorted=False).values
-        both = torch.cat([self._best, block_best], 1)
-        self._best = both.topk(min(self._k, both.shape[1])).values
-        floor = self._floor()
-        users, columns = ((scanned >= floor[:, None]) & (scanned > -torch.inf)).nonzero(as_tuple=True)
-        self._pairs.append((users, columns + first, scanned[users, columns]))
-        self.survivors += len(users)
-        if self.survivors > SURVIVOR_LIMIT:
-            self._prune()
-
-    def _floor(self) -> Tensor:
-        """[n] scanned score below which an item cannot be in the answer; -inf (of the start) until k have been seen."""
-        return self._best[:, -1] - self._margin
-
-    def _prune(self) -> tuple[Tensor, Tensor]:
-        """Drop the pairs that the floor has overtaken since; returns users and item rows of the others."""
-        users, rows, scanned = (torch.cat(column) for column in zip(*self._pairs, strict=True))
-        keep = scanned >= self._floor()[users]
-        self._pairs = [(users[keep], rows[keep], scanned[keep])]
-        self.survivors = int(keep.sum())
-        return users[keep], rows[keep]
-
-    def finish(self) -> TopK:
-        """Rescore the survivors, order them, keep k a user."""
-        found_users, found_rows = self._prune()
-        users, rows = found_users.cpu().numpy(), found_rows.cpu().numpy()
-        scores = _pair_scores(self._queries, self._items, users, rows)
-        order = np.lexsort((rows, -scores, users))
+def _search_some(queries: npt.NDArray[np.float32], catalogue: Catalogue, k: int, filters: Filters) -> TopK:
+    """Users with a short list of candidates are scored on those; all others by the scan; whom it gives up, on everything."""
+    n = len(queries)
+    short = np.zeros(n, bool)
+    if filters.limited is not None:
+        longest = max(SHORT_LIST, len(catalogue.items) // SHORT_SHARE)
+        short = filters.limited & (np.diff(filters.candidates.lists(n)[0]) <= longest)
+    scanned = np.flatnonzero(~short)
+    users = rows = gone = np.empty(0, np.int64)
+    if len(scanned):
+        found = catalogue.scan.survivors(queries[scanned], k, filters.take(scanned))
+        users, rows, gone = np.repeat(scanned, np.diff(found.offsets)), found.rows, scanned[found.gone]
+    if short.any():
+        listed = _allowed_candidates(np.flatnonzero(short), catalogue, filters)
+        users, rows = np.concatenate([users, listed.users]), np.concatenate([rows, listed.items])
+    scores = catalogue.pair_scores(queries, users, rows)
+    for user in gone.tolist():
+        all_rows, all_scores = _against_all(queries[user : user + 1], catalogue, k, filters.of_users(user, user + 1))
+        users = np.concatenate([users, np.full(len(all_rows), user)])
+        rows, scores = np.concatenate([rows, all_rows]), np.concatenate([scores, all_scores])
+    if len(gone) or short.any():
+        order = np.argsort(users, kind="stable")
         users, rows, scores = users[order], rows[order], scores[order]
-        counts = np.bincount(users, minlength=len(self._queries))
-        starts = np.cumsum(counts) - counts
-        kept = np.arange(len(users)) - starts[users] < self._k
-        offsets = np.concatenate([[0], np.cumsum(np.minimum(counts, self._k))])
-        return TopK(offsets, rows[kept], scores[kept])
+    offsets = np.searchsorted(users, np.arange(n + 1))
+    return TopK(*best(offsets, rows, scores, k, catalogue.kernels))
 
 
-class _Mask:
-    """Sets scanned scores of pairs that are not allowed to -inf."""
-
-    def __init__(self, filters: Filters, catalogue: Catalogue) -> None:
-        allowed, device = catalogue.allowed, catalogue.device
-        self._device = device
-        self._denied = None if allowed is None else torch.from_numpy(~allowed).to(device)
-        self._exclude = _by_item(filters.exclude)
-        self._candidates = _by_item(filters.candidates)
-        limited = None if filters.limited is None else np.flatnonzero(filters.limited)
-        self._limited = None if limited is None or not len(limited) else torch.from_numpy(limited).to(device)
-
-    def apply(self, scanned: Tensor, first: int, stop: int) -> None:
-        """scanned: [n, C] scores of items first … stop - 1, changed in place."""
-        if self._denied is not None:
-            scanned[:, self._denied[first:stop]] = -torch.inf
-        users, columns = self._within(self._exclude, first, stop)
-        scanned[users, columns] = -torch.inf
-        if self._limited is not None:
-            out = torch.zeros(scanned.shape, dtype=torch.bool, device=self._device)
-            out[self._limited] = True
-            users, columns = self._within(self._candidates, first, stop)
-            out[users, columns] = False
-            scanned.masked_fill_(out, -torch.inf)
-
-    def _within(self, pairs: Pairs, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        a, b = np.searchsorted(pairs.items, (first, stop))
-        users, columns = pairs.users[a:b], pairs.items[a:b] - first
-        return torch.from_numpy(users).to(self._device), torch.from_numpy(columns).to(self._device)
+def _allowed_candidates(users: npt.NDArray[np.int64], catalogue: Catalogue, filters: Filters) -> Pairs:
+    """The candidates of some users, less what they or all must not get."""
+    n, pairs = len(catalogue.items), filters.candidates
+    inside = np.isin(pairs.users, users)
+    if catalogue.allowed is not None:
+        inside &= catalogue.allowed[pairs.items]
+    keys = pairs.users[inside] * n + pairs.items[inside]
+    left = np.setdiff1d(keys, filters.exclude.users * n + filters.exclude.items, assume_unique=True)
+    return Pairs(*np.divmod(left, n))
 
 
-def _tensor(array: npt.NDArray[np.float32]) -> Tensor:
-    """The same memory, or a copy where it is read-only, as a memory-mapped file is: torch does not take that."""
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
-
-
-def _by_item(pairs: Pairs) -> Pairs:
-    order = np.argsort(pairs.items, kind="stable")
-    return Pairs(pairs.users[order], pairs.items[order])
-
-
-def _extremes(items: Items) -> tuple[float, float]:
-    """Length of the longest item vector and magnitude of the largest bias."""
-    return float(items.norms.max()), 0.0 if items.bias is None else float(np.abs(items.bias).max())
-
-
-def _error_bound(queries: npt.NDArray[np.float32], items: Items) -> npt.NDArray[np.float64]:
-    """[n] the E of the proof, raised a little for its own rounding and for products that underflow."""
-    d, (longest, bias) = items.width, _extremes(items)
-    lengths = np.sqrt(np.square(queries, dtype=np.float64).sum(axis=1))
-    relative = d * UNIT_ROUNDOFF / (1 - d * UNIT_ROUNDOFF) + 3 * UNIT_ROUNDOFF
-    bound: npt.NDArray[np.float64] = 1.01 * relative * (lengths * longest + bias) + 2 * d * float(np.finfo(np.float32).tiny)
-    return bound
-
-
-def _pair_scores(
-    queries: npt.NDArray[np.float32], items: Items, users: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float32]:
-    """[m] exact scores of m pairs."""
-    scores = np.empty(len(users), np.float32)
-    step = max(1, RESCORE_CELLS // items.width)
-    for a in range(0, len(users), step):
-        # The product of two float32 numbers is exact in float64.
-        products = queries[users[a : a + step]].astype(np.float64) * items.vectors[rows[a : a + step]]
-        totals = products.sum(axis=1)
-        if items.bias is not None:
-            totals += items.bias[rows[a : a + step]]
-        scores[a : a + step] = totals
-    return scores
+def _against_all(
+    query: npt.NDArray[np.float32], catalogue: Catalogue, k: int, filters: Filters
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Rows and exact scores of the k best items of one user, query [1, d], by scoring every one."""
+    n = len(catalogue.items)
+    allowed = np.ones(n, bool) if catalogue.allowed is None else catalogue.allowed.copy()
+    if filters.limited is not None and filters.limited[0]:
+        listed = np.zeros(n, bool)
+        listed[filters.candidates.items] = True
+        allowed &= listed
+    allowed[filters.exclude.items] = False
+    rows = np.flatnonzero(allowed)
+    scores = catalogue.pair_scores(query, np.zeros(len(rows), np.int64), rows)
+    if len(rows) > k:
+        kth = np.partition(scores, len(rows) - k)[len(rows) - k]
+        above = np.flatnonzero(scores > kth)
+        kept = np.concatenate([above, np.flatnonzero(scores == kth)[: k - len(above)]])  # of equals, the first rows
+        rows, scores = rows[kept], scores[kept]
+    return rows, scores

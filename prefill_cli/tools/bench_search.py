@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -9,20 +10,42 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
+from prefill_cli.config import RunConfig
+from prefill_cli.encoding.loading import choose_device
 from prefill_cli.scoring.filters import Filters
-from prefill_cli.scoring.items import Items
+from prefill_cli.scoring.items import Items, load_items
+from prefill_cli.scoring.kernels import load_kernels
+from prefill_cli.scoring.matrix import Matrix
 from prefill_cli.scoring.topk import Catalogue, search
-from prefill_cli.tools.peers import load_package
+from prefill_cli.tools.peers import PEERS, load_package
 
+SEARCHERS = ("faiss", "usearch")
 Vectors = npt.NDArray[np.float32]
 Find = Callable[[Vectors], npt.NDArray[np.int64]]  # queries [n, d] → item rows [n, k]
 
 
-def made_up_items(n: int, width: int, seed: int = 0) -> Items:
+def made_up_items(n: int = 200_000, width: int = 576, seed: int = 0) -> Items:
     """`n` standard-normal vectors; their ids are row numbers."""
     vectors = np.random.default_rng(seed).standard_normal((n, width), dtype=np.float32)
     norms = np.linalg.norm(vectors.astype(np.float64), axis=1)
-    return Items(pa.array(np.arange(n)), vectors, norms, None, "", 0, {})
+    return Items(pa.array(np.arange(n)), Matrix(vectors, width), norms, None, "", 0, {})
+
+
+def bench_search_only(
+    config: RunConfig, made_up: tuple[int, ...], queries: int, repeat: int, peers: Sequence[str]
+) -> dict[str, Any]:
+    """The search alone, without a model, for made-up queries near items.
+
+    made_up: number and width of made-up items; none: those of --items, where there are any. Peers that are installed are
+    measured without being named.
+    """
+    items = made_up_items(*made_up) if made_up or not config.items else load_items(config, None)
+    rng = np.random.default_rng(1)
+    near = items.matrix.take(rng.integers(0, len(items), queries))
+    noise = rng.standard_normal(near.shape, dtype=np.float32) * near.std()
+    installed = [name for name in SEARCHERS if find_spec(PEERS[name][0].partition(".")[0])]
+    device = choose_device(config.device)
+    return bench_search(near + noise / 2, items, config.top_k, repeat, device, list(dict.fromkeys((*peers, *installed))))
 
 
 def bench_search(queries: Vectors, items: Items, k: int, repeat: int, device: str, peers: Sequence[str]) -> dict[str, Any]:
@@ -35,7 +58,7 @@ def bench_search(queries: Vectors, items: Items, k: int, repeat: int, device: st
         UsageError: a peer is not installed.
     """
     k = min(k, len(items))
-    catalogue, nothing = Catalogue(items, None, device), Filters()
+    catalogue, nothing = Catalogue(items, None, device, load_kernels() if device == "cpu" else None), Filters()
 
     def own(queries: Vectors) -> npt.NDArray[np.int64]:
         return search(queries, catalogue, k, nothing).rows.reshape(len(queries), k)

@@ -1,0 +1,85 @@
+"""What this machine has: free memory, the size of its caches, a C++ compiler."""
+
+import ctypes
+import hashlib
+import logging
+import os
+import resource
+import shlex
+import subprocess
+import tempfile
+from pathlib import Path
+
+from prefill_cli.errors import first_line
+
+log = logging.getLogger(__name__)
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC")
+CACHES = "/sys/devices/system/cpu/cpu0/cache"
+MEMINFO = "/proc/meminfo"
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+UNKNOWN_CACHE = 32 << 20
+UNKNOWN_MEMORY = 4 << 30
+
+
+def free_memory(device: str = "cpu") -> float:
+    """Bytes that may still be taken: of the device, the system, the control group, the process's address space."""
+    if device.startswith("cuda"):
+        import torch
+
+        return float(torch.cuda.mem_get_info(torch.device(device))[0])
+    limits = [float(text) for path in CGROUP_LIMITS if (text := _read(path).strip()).isdigit()]
+    limits += [1024 * float(line.split()[1]) for line in _read(MEMINFO).splitlines() if line.startswith("MemAvailable:")]
+    addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if addresses != resource.RLIM_INFINITY:
+        in_use = _read("/proc/self/statm").split() or ["0"]
+        limits.append(max(0.0, addresses - float(in_use[0]) * resource.getpagesize()))
+    return min(limits, default=UNKNOWN_MEMORY)
+
+
+def cache_bytes() -> float:
+    """Of the largest cache of a core, as Linux tells it: `307200K`."""
+    sizes = [_read(str(path)).strip() for path in Path(CACHES).glob("index*/size")]
+    return max([1024.0 * int(size[:-1]) for size in sizes if size[:-1].isdigit() and size[-1] == "K"], default=UNKNOWN_CACHE)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def built(source: Path) -> ctypes.CDLL | None:
+    """The library of a C++ source, built by this machine's compiler (CXX, else g++) at first use and kept in the user's
+    cache folder. None, with a warning, where it cannot be built.
+    """
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    try:
+        return ctypes.CDLL(str(library_path(source, compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        log.warning(
+            "no %s is compiled, which makes the run slower: %s: %s", source.name, compiler[0], first_line(ValueError(said))
+        )
+        return None
+
+
+def library_path(source: Path, compiler: list[str]) -> Path:
+    """The library's path; it is built where the cache has none of this source, PyTorch, compiler and processor."""
+    import torch
+
+    torch_libraries = Path(torch.__file__).parent / "lib"
+    processor = [line for line in _read("/proc/cpuinfo").splitlines() if line.startswith(("flags", "model name"))][:2]
+    made_of = (source.read_text(), torch.__version__, str(torch_libraries), *compiler, *FLAGS, *processor)
+    digest = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prefill-score"
+    library = folder / f"{source.stem}-{digest}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # complete before it has its name: others may build too
+            fresh = Path(scratch) / library.name
+            link = (f"-L{torch_libraries}", "-ltorch_cpu", f"-Wl,-rpath,{torch_libraries}")
+            command = [*compiler, *FLAGS, str(source), "-o", str(fresh), *link]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+            fresh.replace(library)
+    return library

@@ -1,0 +1,122 @@
+"""Matrices in files: .npy and .safetensors, memory-mapped, or read piece by piece where the address space has no room."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prefill_cli.errors import PrefillScoreError, first_line, nearest
+
+TENSOR = "embeddings"
+MATRIX_SUFFIXES = (".npy", ".safetensors")
+SAFETENSORS_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # NumPy has no bfloat16
+
+
+class FileRows:
+    """[N, d] numbers of a file from `offset` on, read when they are asked for."""
+
+    def __init__(self, path: Path, offset: int, dtype: Any, shape: tuple[int, int], error: type[PrefillScoreError]) -> None:
+        self.path, self.dtype, self.shape, self._error = path, np.dtype(dtype), shape, error
+        self._offset = offset
+        self._row_bytes = shape[1] * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> npt.NDArray[Any]:
+        start, stop, _ = rows.indices(len(self))
+        return self._read(start, max(0, stop - start))
+
+    def take(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """[m, d] rows in any order: neighbours are read together."""
+        order = np.argsort(rows, kind="stable")
+        out = np.empty((len(rows), self.shape[1]), self.dtype)
+        apart = np.flatnonzero(np.diff(rows[order]) > 1) + 1
+        for run in np.split(order, apart):
+            if len(run):
+                first = int(rows[run[0]])
+                out[run] = self._read(first, int(rows[run[-1]]) - first + 1)[rows[run] - first]
+        return out
+
+    def _read(self, start: int, rows: int) -> npt.NDArray[Any]:
+        found = np.fromfile(self.path, self.dtype, rows * self.shape[1], offset=self._offset + start * self._row_bytes)
+        if found.size != rows * self.shape[1]:
+            raise self._error(f"{self.path}: the file became shorter while the run was using it; start the run again")
+        return found.reshape(rows, self.shape[1])
+
+
+Rows = npt.NDArray[Any] | FileRows
+
+
+def open_matrix(path: Path, tensor: str, error: type[PrefillScoreError]) -> tuple[Rows, dict[str, str]]:
+    """The numbers [N, d] of a .npy or of a tensor of a .safetensors file, and the metadata of the latter.
+
+    Raises:
+        FileNotFoundError: there is no such file. `error`: it cannot be read, or is no matrix of floats.
+    """
+    try:
+        return (_npy(path, error), {}) if path.suffix.lower() == ".npy" else _safetensors(path, tensor, error)
+    except (FileNotFoundError, PrefillScoreError):
+        raise
+    except Exception as fault:  # safetensors and NumPy have their own kinds for a damaged file
+        raise error(f"{path}: not readable as {path.suffix[1:].lower()}: {first_line(fault)}") from None
+
+
+def _npy(path: Path, error: type[PrefillScoreError]) -> Rows:
+    with path.open("rb") as file:
+        if file.read(4) == b"PK\3\4":
+            raise error(f"{path}: a zip of arrays (.npz), not one .npy array")
+        file.seek(0)
+        version = np.lib.format.read_magic(file)
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, by_columns, dtype = read_header(file)
+        offset = file.tell()
+    _check(path, shape, dtype, dtype.kind == "f", error)
+    if by_columns:  # rows are not together in the file
+        return np.ascontiguousarray(np.load(path, allow_pickle=False))
+    return _rows_of_file(path, offset, dtype, (shape[0], shape[1]), error)
+
+
+def _safetensors(path: Path, tensor: str, error: type[PrefillScoreError]) -> tuple[Rows, dict[str, str]]:
+    """The library checks the header; where a tensor begins is in the format: 8 bytes of its size, the header, data."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="np") as opened:
+        names = list(opened.keys())
+        if tensor not in names:
+            raise error(f"{path}: no tensor {tensor!r}{nearest(tensor, names)}")
+        metadata: dict[str, str] = opened.metadata() or {}
+        kind, shape = opened.get_slice(tensor).get_dtype(), opened.get_slice(tensor).get_shape()
+    _check(path, shape, kind, kind in SAFETENSORS_FLOATS, error)
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        begin = json.loads(file.read(header_bytes))[tensor]["data_offsets"][0]
+    return _rows_of_file(path, 8 + header_bytes + begin, SAFETENSORS_FLOATS[kind], (shape[0], shape[1]), error), metadata
+
+
+def _check(path: Path, shape: Sequence[int], dtype: Any, is_float: bool, error: type[PrefillScoreError]) -> None:
+    if len(shape) != 2 or not is_float:
+        raise error(f"{path}: expected a matrix of floats [rows, width], found {dtype} {list(shape)}")
+
+
+def _rows_of_file(path: Path, offset: int, dtype: Any, shape: tuple[int, int], error: type[PrefillScoreError]) -> Rows:
+    """The numbers memory-mapped where the address space has room, else read piece by piece."""
+    rows = FileRows(path, offset, dtype, shape, error)
+    if path.stat().st_size < offset + shape[0] * shape[1] * rows.dtype.itemsize:
+        raise error(f"{path}: the file is shorter than its header says")
+    try:
+        return np.memmap(path, dtype, "r", offset, shape) if shape[0] and shape[1] else rows[:]
+    except (OSError, MemoryError):
+        return rows
+
+
+def to_float32(raw: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Any float type as float32; uint16 is bfloat16, the upper half of one."""
+    if raw.dtype == np.uint16:
+        widened: npt.NDArray[np.float32] = (raw.astype(np.uint32) << 16).view(np.float32)
+        return widened
+    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes infinity, which is looked for and refused
+        return raw.astype(np.float32, copy=False)
