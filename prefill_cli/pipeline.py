@@ -24,7 +24,7 @@ from prefill_cli.data.rows import ShardRows, read_rows
 from prefill_cli.data.staging import Receipt, locked
 from prefill_cli.data.tokenization import Ids
 from prefill_cli.encoding.encoder import Encoded, Encoder, OnBatch
-from prefill_cli.encoding.loading import ModelFolder, load_base_model
+from prefill_cli.encoding.loading import load_base_model
 from prefill_cli.encoding.pooling import unit_length
 from prefill_cli.encoding.stored import StoredVectors
 from prefill_cli.errors import ModelError, OutputError, TooManyRejectsError, os_errors_as
@@ -144,7 +144,7 @@ class Worker:
         input_ids = read.rows.input_ids
         if self._encoder is None and self._job.folder:
             began = time.perf_counter()
-            self._encoder = self._choose_encoder(self._job.folder, input_ids[:CHECKED_PROMPTS])
+            self._encoder = self._choose_encoder(input_ids[:CHECKED_PROMPTS])
             self._start_sec += time.perf_counter() - began
         assert self._encoder is not None
         start_sec, self._start_sec = self._start_sec, 0.0  # told with the first shard
@@ -196,10 +196,11 @@ class Worker:
             "write_sec": time.perf_counter() - began - found.search_sec,
         }
 
-    def _choose_encoder(self, folder: ModelFolder, prompts: Sequence[Ids]) -> Encoder:
+    def _choose_encoder(self, prompts: Sequence[Ids]) -> Encoder:
         from prefill_cli.encoding.choice import choose_encoder, plain_encoder
 
-        options = self._job.encoder_options(folder)
+        assert self._job.folder
+        options = self._job.encoder_options(self._job.folder)
         if self._job.encoder == "plain":
             return plain_encoder(self._model, options)
         return choose_encoder(self._model, options, prompts)

@@ -262,10 +262,15 @@ def test_other_limits_of_rejects_are_refused(limit):
 # --- the command line and the dataclass say the same ------------------------------------------------------------------
 
 
+OF_SEARCH = {"vector_column", "user_ids"}
+
+
 def test_the_command_line_has_every_field_and_no_other():
     import inspect
 
-    assert set(inspect.signature(cli.run).parameters) - {"config"} == {f.name for f in fields(RunConfig)}
+    of_run, of_search = (set(inspect.signature(command).parameters) - {"config"} for command in (cli.run, cli.search))
+    assert of_run | of_search == {f.name for f in fields(RunConfig)}
+    assert of_search - of_run == OF_SEARCH
 
 
 def help_of(command: str) -> str:
@@ -294,8 +299,8 @@ def test_every_default_that_the_help_shows_is_the_one_that_applies():
 
 
 def test_every_option_is_spelled_as_its_field_and_switches_can_be_said_either_way():
-    text = help_of("run")
     for f in fields(RunConfig):
+        text = help_of("search" if f.name in OF_SEARCH else "run")
         if f.name != "inputs":
             assert f"{option(f.name)} " in text
         if isinstance(f.default, bool):
@@ -304,7 +309,9 @@ def test_every_option_is_spelled_as_its_field_and_switches_can_be_said_either_wa
 
 def test_what_the_line_does_not_say_leaves_the_variable_standing(monkeypatch):
     """A command-line default that is not None would hide the environment and the file."""
-    monkeypatch.setattr(cli, "resolve", lambda given, file: (_ for _ in ()).throw(UsageError(repr(sorted(given.items())))))
+    monkeypatch.setattr(
+        cli, "resolve", lambda given, *_, **__: (_ for _ in ()).throw(UsageError(repr(sorted(given.items()))))
+    )
     result = CliRunner().invoke(cli.app, ["run", "x.parquet"])
     assert result.exit_code == 2
     given = dict(eval(result.stderr.removeprefix("error: ")))

@@ -36,9 +36,9 @@ class Kernels:
         for name, arguments in {
             "scan": [scan, pointer, number, number, number, *[pointer] * 4],
             "sift": [scan, pointer, number, number, *[pointer] * 3],
-            "survivors": [pointer, pointer, *[number] * 4, pointer, pointer],
-            "pair_scores": [pointer, pointer, number, *[pointer] * 4, number, pointer],
-            "best": [*[pointer] * 3, number, number, *[pointer] * 3],
+            "survivors": [pointer, pointer, *[number] * 6, pointer, pointer],
+            "pair_scores": [pointer, pointer, number, number, *[pointer] * 4, number, pointer],
+            "best": [*[pointer] * 3, number, number, *[pointer] * 2],
             "convert": [pointer, *[number] * 3, pointer, pointer],
         }.items():
             function = getattr(library, name)
@@ -57,29 +57,39 @@ class Kernels:
         """The same for scores [rows, n] that are there."""
         self._library.sift(ctypes.byref(state), _at(scores), len(scores), first, *map(_at, (bias, norms, residuals)))
 
-    def survivors(self, found: Array, counts: Array, k: int) -> tuple[Array, Array]:
-        """Offsets [n + 1] and item rows of what may be in the answer, of found [parts, n, room] and counts [parts, n]."""
-        offsets = np.empty(counts.shape[1] + 1, np.int64)
-        shape = (*counts.shape, found.shape[2], k)
-        self._library.survivors(_at(found), _at(counts), *shape, _at(offsets), None)
-        items = np.empty(offsets[-1], np.int64)
-        self._library.survivors(_at(found), _at(counts), *shape, _at(offsets), _at(items))
-        return offsets, items
+    def survivors(self, found: Array, counts: Array, k: int, queries: slice) -> tuple[Array, Array]:
+        """Of some queries: lengths and item rows, end to end, of what may be in the answer.
+
+        found [parts, n, room] and counts [parts, n] of all queries.
+        """
+        begin, end = queries.start, queries.stop
+        lengths = np.empty(end - begin, np.int64)
+        items = np.empty(int(np.maximum(counts[:, begin:end], 0).sum()), np.int64)
+        self._library.survivors(
+            _at(found), _at(counts), *counts.shape, found.shape[2], k, begin, end, _at(lengths), _at(items)
+        )
+        return lengths, items[: lengths.sum()]
 
     def pair_scores(self, queries: Array, vectors: Array, users: Array, at: Array, bias: Array | None, rows: Array) -> Array:
         """[m] float32: see rescore.pair_scores; vectors[at] are the items'."""
         scores = np.empty(len(users), np.float32)
         self._library.pair_scores(
-            _at(queries), _at(vectors), queries.shape[1], *map(_at, (users, at, bias, rows)), len(users), _at(scores)
+            _at(queries),
+            _at(vectors),
+            queries.shape[1],
+            len(vectors),
+            *map(_at, (users, at, bias, rows)),
+            len(users),
+            _at(scores),
         )
         return scores
 
     def best(self, offsets: Array, rows: Array, scores: Array, k: int) -> tuple[Array, Array, Array]:
-        """See rescore.best."""
+        """Lengths, rows and scores of the lists of some users, whose pairs are at offsets [n + 1] in rows and scores."""
         n = len(offsets) - 1
-        size = int(np.minimum(np.diff(offsets), k).sum())
-        out: tuple[Array, Array, Array] = np.empty(n + 1, np.int64), np.empty(size, np.int64), np.empty(size, np.float32)
-        self._library.best(*(_at(array) for array in (offsets, rows, scores)), n, k, *(_at(array) for array in out))
+        lengths = np.minimum(np.diff(offsets), k)
+        out = lengths, np.empty(lengths.sum(), np.int64), np.empty(lengths.sum(), np.float32)
+        self._library.best(*(_at(array) for array in (offsets, rows, scores)), n, k, *(_at(array) for array in out[1:]))
         return out
 
     def convert(self, vectors: Array, out: Array) -> Array:

@@ -1,7 +1,6 @@
 """Exact scores of (user, item) pairs, and the k best of them. Each way gives the same bits."""
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,14 +65,21 @@ def _pair_scores(queries: Floats, vectors: Floats, users: Rows, at: Rows, bias: 
     return scores
 
 
-def best(offsets: Rows, rows: Rows, scores: Floats, k: int, kernels: Kernels | None) -> tuple[Rows, Rows, Floats]:
+def best(
+    offsets: Rows, rows: Rows, scores: Floats, k: int, kernels: Kernels | None, pool: ThreadPoolExecutor | None = None,
+    lanes: int = 1,
+) -> tuple[Rows, Rows, Floats]:  # fmt: skip
     """The k best of each user's pairs, user i's being [offsets[i] : offsets[i + 1]]: score descending, then row ascending.
 
     Returns offsets, rows and scores of the lists.
     """
     if kernels:
-        found: tuple[Any, Any, Any] = kernels.best(offsets, rows, scores, k)
-        return found
+        n = len(offsets) - 1
+        step = max(1, -(-n // (4 * lanes)))
+        some = [offsets[start : min(start + step, n) + 1] for start in range(0, n, step)] or [offsets]
+        parts = (pool.map if pool else map)(lambda part: kernels.best(part, rows, scores, k), some)
+        lengths, best_rows, best_scores = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return np.concatenate([[0], np.cumsum(lengths)]), best_rows, best_scores
     counts = np.diff(offsets)
     users = np.repeat(np.arange(len(counts)), counts)
     order = np.lexsort((rows, -scores, users))

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -131,13 +132,12 @@ extern "C" void sift(const Scan* s, const float* scores, int64_t rows, int64_t f
               residuals[row / TILE]);
 }
 
-// What is left of `parts` scans over different items, [parts][n, room] and [parts][n] in counts, for each of n queries: item
-// rows to `items`, ends to `offsets` [n + 1]. items may be null, to count. A query that is gone in any part has none.
+// What is left of `parts` scans over different items, [parts][n, room] and [parts][n] in counts, for queries begin … end - 1:
+// item rows, end to end, to `items` and how many to `lengths` [end - begin]. A query that is gone in any part has none.
 extern "C" void survivors(const Found* found, const int64_t* counts, int64_t parts, int64_t n, int64_t room, int64_t k,
-                          int64_t* offsets, int64_t* items) {
+                          int64_t begin, int64_t end, int64_t* lengths, int64_t* items) {
   std::vector<Found> all;
-  offsets[0] = 0;
-  for (int64_t q = 0; q < n; q++) {
+  for (int64_t q = begin; q < end; q++) {
     all.clear();
     bool gone = false;
     for (int64_t p = 0; p < parts; p++) {
@@ -152,59 +152,77 @@ extern "C" void survivors(const Found* found, const int64_t* counts, int64_t par
       std::nth_element(all.begin(), all.begin() + k - 1, all.end(), higher);
       floor = all[k - 1].lower;
     }
-    int64_t end = offsets[q];
+    int64_t* first = items;
     for (const Found& f : all)
-      if (f.upper >= floor) {
-        if (items) items[end] = f.item;
-        end++;
-      }
-    offsets[q + 1] = end;
+      if (f.upper >= floor) *items++ = f.item;
+    lengths[q - begin] = items - first;
+  }
+}
+
+// Scores of N pairs side by side: one sum alone would wait for each of its additions.
+template <int N> static void pair_scores_of(const float* const (&q)[N], const float* const (&x)[N], int64_t width, double (&out)[N]) {
+  Doubles sums[N] = {};
+  int64_t d = 0;
+  for (; d + WIDE <= width; d += WIDE)
+    for (int i = 0; i < N; i++)
+      sums[i] += __builtin_convertvector(load<Half>(q[i] + d), Doubles) * __builtin_convertvector(load<Half>(x[i] + d), Doubles);
+  for (int i = 0; i < N; i++) {
+    for (int64_t rest = d; rest < width; rest++) sums[i][rest - d] += double(q[i][rest]) * double(x[i][rest]);
+    const Doubles s = sums[i];
+    out[i] = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
   }
 }
 
 // Exact scores of m pairs: products of float32 numbers are exact in float64, summed in WIDE strands that depend on the width
-// alone (rescore.py says the same in NumPy). vectors [., width] at vector_rows, queries [., width] at users, bias at rows.
-extern "C" void pair_scores(const float* queries, const float* vectors, int64_t width, const int64_t* users,
+// alone (rescore.py says the same in NumPy). vectors [count, width] at vector_rows, queries [., width] at users, bias at rows.
+// Where pairs are many for so many vectors, those of neighbouring vectors are done together, so that each is read once.
+extern "C" void pair_scores(const float* queries, const float* vectors, int64_t width, int64_t count, const int64_t* users,
                             const int64_t* vector_rows, const float* bias, const int64_t* rows, int64_t m, float* out) {
-  for (int64_t i = 0; i < m; i++) {
-    const float *q = queries + users[i] * width, *x = vectors + vector_rows[i] * width;
-    if (i + 4 < m) {
-      const char* next = reinterpret_cast<const char*>(vectors + vector_rows[i + 4] * width);
-      for (int64_t at = 0; at < 4 * width; at += 64) __builtin_prefetch(next + at);
-    }
-    Doubles sum = {};
-    int64_t d = 0;
-    for (; d + WIDE <= width; d += WIDE)
-      sum += __builtin_convertvector(load<Half>(q + d), Doubles) * __builtin_convertvector(load<Half>(x + d), Doubles);
-    for (int64_t lane = 0; d < width; d++, lane++) sum[lane] += double(q[d]) * double(x[d]);
-    double total = ((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7]));
-    if (bias) total += bias[rows[i]];
-    out[i] = float(total);
-  }
-}
-
-// The k best of each of n users' pairs [offsets[user], offsets[user + 1]): score descending, then row ascending. The lists
-// come end to end in out_rows and out_scores, their ends in out_offsets [n + 1].
-extern "C" void best(const int64_t* offsets, const int64_t* rows, const float* scores, int64_t n, int64_t k,
-                     int64_t* out_offsets, int64_t* out_rows, float* out_scores) {
+  constexpr int64_t NEIGHBOURS = 128, TOGETHER = 4, AHEAD = 8;
   std::vector<int64_t> order;
-  out_offsets[0] = 0;
-  for (int64_t user = 0; user < n; user++) {
-    const int64_t begin = offsets[user], count = offsets[user + 1] - begin, kept = std::min(count, k);
-    order.resize(count);
-    for (int64_t i = 0; i < count; i++) order[i] = begin + i;
-    std::partial_sort(order.begin(), order.begin() + kept, order.end(), [&](int64_t a, int64_t b) {
-      return scores[a] != scores[b] ? scores[a] > scores[b] : rows[a] < rows[b];
-    });
-    for (int64_t i = 0; i < kept; i++) {
-      out_rows[out_offsets[user] + i] = rows[order[i]];
-      out_scores[out_offsets[user] + i] = scores[order[i]];
+  if (m > count / 4) {
+    std::vector<int64_t> places(count / NEIGHBOURS + 2);
+    for (int64_t i = 0; i < m; i++) places[vector_rows[i] / NEIGHBOURS + 1]++;
+    for (size_t bucket = 1; bucket < places.size(); bucket++) places[bucket] += places[bucket - 1];
+    order.resize(m);
+    for (int64_t i = 0; i < m; i++) order[places[vector_rows[i] / NEIGHBOURS]++] = i;
+  }
+  const auto pair = [&](int64_t at) { return order.empty() ? at : order[at]; };
+  for (int64_t at = 0; at < m; at += TOGETHER) {
+    const float *q[TOGETHER], *x[TOGETHER];
+    double totals[TOGETHER];
+    for (int64_t i = 0; i < TOGETHER; i++) {
+      const int64_t p = pair(std::min(at + i, m - 1));
+      q[i] = queries + users[p] * width;
+      x[i] = vectors + vector_rows[p] * width;
+      if (order.empty() && at + i + AHEAD < m) {
+        const char* line = reinterpret_cast<const char*>(vectors + vector_rows[at + i + AHEAD] * width);
+        for (int64_t byte = 0; byte < 4 * width; byte += 64) __builtin_prefetch(line + byte);
+      }
     }
-    out_offsets[user + 1] = out_offsets[user] + kept;
+    pair_scores_of(q, x, width, totals);
+    for (int64_t i = 0; i < TOGETHER && at + i < m; i++) {
+      const int64_t p = pair(at + i);
+      out[p] = float(totals[i] + (bias ? bias[rows[p]] : 0.0));
+    }
   }
 }
 
-// vectors [rows, stride] → out [rows, padded] in bfloat16 (to nearest, ties to even; nothing in them is infinite or NaN), zeros
+// The k best of each of n users' pairs [offsets[user], offsets[user + 1]), end to end: score descending, then row ascending.
+extern "C" void best(const int64_t* offsets, const int64_t* rows, const float* scores, int64_t n, int64_t k, int64_t* out_rows,
+                     float* out_scores) {
+  std::vector<std::pair<float, int64_t>> pairs;
+  for (int64_t user = 0; user < n; user++) {
+    pairs.clear();
+    for (int64_t i = offsets[user]; i < offsets[user + 1]; i++) pairs.emplace_back(-scores[i], rows[i]);
+    const auto end = pairs.begin() + std::min<int64_t>(pairs.size(), k);
+    if (end != pairs.end()) std::nth_element(pairs.begin(), end, pairs.end());
+    std::sort(pairs.begin(), end);
+    for (auto pair = pairs.begin(); pair != end; pair++) *out_rows++ = pair->second, *out_scores++ = -pair->first;
+  }
+}
+
+// vectors [rows, width] → out [rows, padded] in bfloat16 (to nearest, ties to even; nothing in them is infinite or NaN), zeros
 // after `width`; residuals [rows]: lengths of what is lost.
 extern "C" void convert(const float* vectors, int64_t rows, int64_t width, int64_t padded, bf16* out, double* residuals) {
   typedef int32_t Bits __attribute__((vector_size(4 * WIDE)));

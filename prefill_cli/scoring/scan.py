@@ -28,7 +28,7 @@ ROOM = 1_024  # places of a query's list beside 4 k: what a scan keeps before it
 GROUP_BYTES = 1 << 20  # of a group's queries, which stay in a core's cache while the items pass by
 GROUP_QUERIES = 256
 STREAM_BYTES = 64 << 20  # of items that are converted at once where the memory does not hold all
-SIFT_ROWS = 1_024
+SIFT_ROWS = 4_096
 BLOCK_ITEMS = 16_384
 PAIR_BLOCK = 2_048  # items whose parts for one user stay in a core's cache
 EXACT_PAIRS = 16_384
@@ -92,6 +92,7 @@ class KernelScan:
         if allowed is not None:  # what nobody may get scores less than anything
             self._bias = np.where(allowed, np.float32(0) if items.bias is None else items.bias, -np.inf).astype(np.float32)
         self._norms = _tile_maxima(items.norms)
+        self._places = np.empty(0, FOUND)
 
     @cached_property
     def _whole(self) -> tuple[Any, Floats] | None:
@@ -134,7 +135,9 @@ class KernelScan:
         size = min(GROUP_QUERIES, MOST_QUERIES, max(64, GROUP_BYTES // (2 * self._padded) // 64 * 64))
         groups = [slice(start, min(start + size, n)) for start in range(0, n, size)]
         parts = max(1, -(-self.lanes // len(groups)))
-        found = np.empty((parts, n, room), FOUND)
+        if len(self._places) < parts * n * room:
+            self._places = np.empty(parts * n * room, FOUND)  # kept: the system takes its time to give new memory
+        found = self._places[: parts * n * room].reshape(parts, n, room)
         counts = np.zeros((parts, n), np.int64)
         prepared = [self._prepare(queries[group]) for group in groups]
         lists = filters.exclude.lists(n), filters.candidates.lists(n)
@@ -151,8 +154,9 @@ class KernelScan:
                 for part, multiplied, state in tasks
             ]
             list(self.pool.map(lambda scan: self._scan(*scan), scans))
-        offsets, survived = self._kernels.survivors(found, counts, k)
-        return Survivors(offsets, survived, np.asarray((counts < 0).any(0)))
+        left = list(self.pool.map(lambda group: self._kernels.survivors(found, counts, k, group), groups))
+        offsets = np.concatenate([[0], np.cumsum(np.concatenate([lengths for lengths, _ in left]))])
+        return Survivors(offsets, np.concatenate([rows for _, rows in left]), np.asarray((counts < 0).any(0)))
 
     def _scan(self, state: "_State", queries: Any, first: int, items: Any, residuals: Floats, part: slice) -> None:
         if part.start >= part.stop:
@@ -178,7 +182,7 @@ class KernelScan:
         filled = np.zeros((-(-n // 16) * 16, self._padded), np.float32)
         filled[:n, :width] = queries
         if self.dtype == "float32":
-            return torch.from_numpy(np.ascontiguousarray(filled.T)), error_of(filled, filled, self._items, self._padded)
+            return torch.from_numpy(filled).T, error_of(filled, filled, self._items, self._padded)
         low = torch.from_numpy(filled).bfloat16()
         pairs = np.ascontiguousarray(low.view(torch.int16).numpy().view(np.uint32).T)
         return pairs, error_of(filled, low.float().numpy(), self._items, self._padded)

@@ -26,6 +26,7 @@ at the end is rescored, ties and all. A user whose list stays full (a catalogue 
 against every item instead.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -84,11 +85,15 @@ class Catalogue:
         self, queries: npt.NDArray[np.float32], users: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float32]:
         """[m] exact scores of m pairs."""
+        if isinstance(self.scan, PairScan):
+            return self.scan.pair_scores(queries, users, rows)
+        return pair_scores(queries, self.items.matrix, self.items.bias, users, rows, *self.hands)
+
+    @property
+    def hands(self) -> tuple[Kernels | None, ThreadPoolExecutor | None, int]:
+        """Kernels, and threads to run them in."""
         scan = self.scan
-        if isinstance(scan, PairScan):
-            return scan.pair_scores(queries, users, rows)
-        pool = (scan.pool, scan.lanes) if isinstance(scan, KernelScan) else (None, 1)
-        return pair_scores(queries, self.items.matrix, self.items.bias, users, rows, self.kernels, *pool)
+        return (self.kernels, scan.pool, scan.lanes) if isinstance(scan, KernelScan) else (self.kernels, None, 1)
 
     def overflowing(self, queries: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
         """[n] users whose scores might leave the range of float32, where no order could be told any more."""
@@ -158,7 +163,7 @@ def _search_some(queries: npt.NDArray[np.float32], catalogue: Catalogue, k: int,
         order = np.argsort(users, kind="stable")
         users, rows, scores = users[order], rows[order], scores[order]
     offsets = np.searchsorted(users, np.arange(n + 1))
-    return TopK(*best(offsets, rows, scores, k, catalogue.kernels))
+    return TopK(*best(offsets, rows, scores, k, *catalogue.hands))
 
 
 def _allowed_candidates(users: npt.NDArray[np.int64], catalogue: Catalogue, filters: Filters) -> Pairs:
