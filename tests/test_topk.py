@@ -281,16 +281,29 @@ def test_a_user_near_whose_kth_item_are_too_many_is_scored_against_everything(mo
     against_all = topk._against_all
     monkeypatch.setattr(topk, "_against_all", lambda *a: (gone.append(a[0][0, 0]), against_all(*a))[1])
     monkeypatch.setattr(scan, "ROOM", 50)
+    wider = []
+    monkeypatch.setattr(topk, "WIDER", 2)
+    for kind in (scan.KernelScan, scan.TorchScan):
+        survivors = kind.survivors
+        monkeypatch.setattr(
+            kind, "survivors", lambda self, *a, survivors=survivors: (wider.append(a[3:]), survivors(self, *a))[1]
+        )
     monkeypatch.setattr(sys.modules[__name__], "used", Way(by_kernels, None, {}))
     rising = np.arange(500, dtype=np.float32)[:, None]
     assert table(run(np.ones((8, 1)), rising, 25), 25)[0].tolist() == [list(range(499, 474, -1))] * 8
     assert not gone, "what was best at first is soon overtaken"
+    assert wider == [()]
     queries = np.ones((8, 2), np.float32)
     queries[::2, 1] = 0
     mixed = np.hstack([np.ones((500, 1)), rising])
     expected = [list(range(25)) if user % 2 == 0 else list(range(499, 474, -1)) for user in range(8)]
     assert table(run(queries, mixed, 25), 25)[0].tolist() == expected
     assert len(gone) == 4, "the others are not slowed down"
+    assert wider == [(), (), (2,)]
+    near = np.concatenate([np.ones(200, np.float32), rising[:300, 0] / 1000])[:, None]
+    gone.clear()
+    assert table(run(np.ones((2, 1)), near, 25), 25)[0].tolist() == [list(range(25))] * 2
+    assert not gone, "a list of twice the room was enough"
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 9), (3, 2, 1), (1, 40, 1), (33, 1, 4)])

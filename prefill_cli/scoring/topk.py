@@ -22,8 +22,8 @@ item and largest loss: one huge item costs its neighbours, not the catalogue.
 A scanned score s then says that the exact one lies within s - E and s + E. Let t be the k-th largest s - E of items
 seen so far: k items have exact scores of at least t, so one with s + E < t is below k others and no tie with any of
 them. The scan keeps a list of the others for each user and cuts it back when it is full, which raises t. What is left
-at the end is rescored, ties and all. A user whose list stays full (a catalogue of equal items, say) is scored exactly
-against every item instead.
+at the end is rescored, ties and all. A user whose list stays full is scanned again with a wider one, and where that
+is not enough either (a catalogue of equal items, say) scored exactly against every item.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +45,7 @@ PASS_BYTES = 256 << 20  # of lists that a pass over the items fills
 PASS_QUERIES = 4_096
 SHORT_SHARE = 64  # a candidate list of at most 1 / 64 of the catalogue is scored alone: what a scan of all costs
 SHORT_LIST = 1_024
+WIDER = 16  # times the room of a list, for users whose list was full
 PAIRS_AT_ONCE = 8_000_000  # that are rescored
 
 
@@ -129,7 +130,7 @@ def _passes(n: int, catalogue: Catalogue, k: int, filters: Filters) -> list[int]
     """Where groups of users begin and the last ends, so that lists, survivors and candidates of a group fit the memory."""
     if not n:
         return [0]
-    most = max(1, min(PASS_QUERIES, PASS_BYTES // (FOUND.itemsize * catalogue.scan.room(k))))
+    most = _queries_of_a_pass(catalogue, k, 1)
     pairs = np.cumsum(2 * k + np.diff(filters.candidates.lists(n)[0]))
     starts = [0]
     while starts[-1] < n:
@@ -137,6 +138,10 @@ def _passes(n: int, catalogue: Catalogue, k: int, filters: Filters) -> list[int]
         fitting = int(np.searchsorted(pairs, done + PAIRS_AT_ONCE, "right"))
         starts.append(min(n, starts[-1] + most, max(fitting, starts[-1] + 1)))
     return starts
+
+
+def _queries_of_a_pass(catalogue: Catalogue, k: int, times: int) -> int:
+    return max(1, min(PASS_QUERIES, PASS_BYTES // (FOUND.itemsize * catalogue.scan.room(k, times))))
 
 
 def _search_some(queries: npt.NDArray[np.float32], catalogue: Catalogue, k: int, filters: Filters) -> TopK:
@@ -149,8 +154,7 @@ def _search_some(queries: npt.NDArray[np.float32], catalogue: Catalogue, k: int,
     scanned = np.flatnonzero(~short)
     users = rows = gone = np.empty(0, np.int64)
     if len(scanned):
-        found = catalogue.scan.survivors(queries[scanned], k, filters.take(scanned))
-        users, rows, gone = np.repeat(scanned, np.diff(found.offsets)), found.rows, scanned[found.gone]
+        users, rows, gone = _scanned(scanned, queries, catalogue, k, filters)
     if short.any():
         listed = _allowed_candidates(np.flatnonzero(short), catalogue, filters)
         users, rows = np.concatenate([users, listed.users]), np.concatenate([rows, listed.items])
@@ -159,21 +163,43 @@ def _search_some(queries: npt.NDArray[np.float32], catalogue: Catalogue, k: int,
         all_rows, all_scores = _against_all(queries[user : user + 1], catalogue, k, filters.of_users(user, user + 1))
         users = np.concatenate([users, np.full(len(all_rows), user)])
         rows, scores = np.concatenate([rows, all_rows]), np.concatenate([scores, all_scores])
-    if len(gone) or short.any():
+    if (np.diff(users) < 0).any():
         order = np.argsort(users, kind="stable")
         users, rows, scores = users[order], rows[order], scores[order]
     offsets = np.searchsorted(users, np.arange(n + 1))
     return TopK(*best(offsets, rows, scores, k, *catalogue.hands))
 
 
+def _scanned(
+    users: npt.NDArray[np.int64], queries: npt.NDArray[np.float32], catalogue: Catalogue, k: int, filters: Filters
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """What survives the scan for some users: pairs of user and item row, by user; and users who have too many."""
+    found = catalogue.scan.survivors(queries[users], k, filters.take(users))
+    owners, rows, gone = [np.repeat(users, np.diff(found.offsets))], [found.rows], users[found.gone]
+    # Scores that lie close together fill a list with what may be in the answer; most lists are wide enough the next time.
+    step = _queries_of_a_pass(catalogue, k, WIDER)
+    left = []
+    for start in range(0, len(gone), step):
+        some = gone[start : start + step]
+        found = catalogue.scan.survivors(queries[some], k, filters.take(some), WIDER)
+        owners.append(np.repeat(some, np.diff(found.offsets)))
+        rows.append(found.rows)
+        left.append(some[found.gone])
+    return np.concatenate(owners), np.concatenate(rows), np.concatenate([gone[:0], *left])
+
+
 def _allowed_candidates(users: npt.NDArray[np.int64], catalogue: Catalogue, filters: Filters) -> Pairs:
     """The candidates of some users, less what they or all must not get."""
     n, pairs = len(catalogue.items), filters.candidates
-    inside = np.isin(pairs.users, users)
+    listed = np.zeros(int(pairs.users[-1]) + 1 if len(pairs.users) else 0, bool)
+    listed[users[users < len(listed)]] = True
+    inside = listed[pairs.users]
     if catalogue.allowed is not None:
         inside &= catalogue.allowed[pairs.items]
     keys = pairs.users[inside] * n + pairs.items[inside]
-    left = np.setdiff1d(keys, filters.exclude.users * n + filters.exclude.items, assume_unique=True)
+    excluded = filters.exclude.users * n + filters.exclude.items  # ascending, as keys are
+    at = np.minimum(np.searchsorted(excluded, keys), max(0, len(excluded) - 1))
+    left = keys[excluded[at] != keys] if len(excluded) else keys
     return Pairs(*np.divmod(left, n))
 
 
