@@ -289,14 +289,14 @@ def test_a_user_near_whose_kth_item_are_too_many_is_scored_against_everything(mo
             kind, "survivors", lambda self, *a, survivors=survivors: (wider.append(a[3:]), survivors(self, *a))[1]
         )
     monkeypatch.setattr(sys.modules[__name__], "used", Way(by_kernels, None, {}))
-    rising = np.arange(500, dtype=np.float32)[:, None]
-    assert table(run(np.ones((8, 1)), rising, 25), 25)[0].tolist() == [list(range(499, 474, -1))] * 8
+    rising = np.arange(4000, dtype=np.float32)[:, None]
+    assert table(run(np.ones((8, 1)), rising, 25), 25)[0].tolist() == [list(range(3999, 3974, -1))] * 8
     assert not gone, "what was best at first is soon overtaken"
     assert wider == [()]
     queries = np.ones((8, 2), np.float32)
     queries[::2, 1] = 0
-    mixed = np.hstack([np.ones((500, 1)), rising])
-    expected = [list(range(25)) if user % 2 == 0 else list(range(499, 474, -1)) for user in range(8)]
+    mixed = np.hstack([np.ones((4000, 1)), rising])
+    expected = [list(range(25)) if user % 2 == 0 else list(range(3999, 3974, -1)) for user in range(8)]
     assert table(run(queries, mixed, 25), 25)[0].tolist() == expected
     assert len(gone) == 4, "the others are not slowed down"
     assert wider == [(), (), (2,)]

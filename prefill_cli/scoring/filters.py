@@ -133,7 +133,7 @@ class ItemIndex:
         return numbers[order], order
 
     def _rows_of_numbers(self, values: pa.Array | pa.ChunkedArray) -> Rows:
-        """A look-up in ids that are sorted once; Arrow would hash the whole catalogue for every shard."""
+        """A look-up in ids that are sorted once, so that a few ids cost little in a large catalogue."""
         unsigned = pa.types.is_unsigned_integer(self._ids.type)
         low, high = (0, 2**64 - 1) if unsigned else (-(2**63), 2**63 - 1)
         # What the catalogue's type cannot hold is not in it; beyond that, equal numbers are equal.
@@ -152,6 +152,10 @@ class ItemIndex:
         if len(ids) - 1 == int(ids[-1]) - int(ids[0]):  # without a gap
             near = (numbers >= ids[0]) & (numbers <= ids[-1])
             found = np.where(near, numbers - ids[0], 0).astype(np.int64)
+        elif 4 * len(numbers) > len(ids):  # enough of them to pay for a table of the catalogue
+            joined = pc.index_in(pa.array(numbers), value_set=pa.array(ids))
+            near = joined.is_valid().to_numpy(zero_copy_only=False)
+            found = pc.fill_null(joined, 0).to_numpy().astype(np.int64)
         else:
             ascending = np.argsort(numbers)  # neighbours in the cache: ten times as fast as at random
             found = np.empty(len(numbers), np.int64)

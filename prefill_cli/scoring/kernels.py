@@ -12,6 +12,7 @@ from prefill_cli.machine import built
 SOURCE = Path(__file__).with_name("scan.cpp")
 TILE = 64  # items that share a bound of their lengths
 MOST_QUERIES = 512  # of a scan
+MARKS = 64
 POINTER, NUMBER = ctypes.c_void_p, ctypes.c_int64
 FOUND = np.dtype([("lower", np.float32), ("upper", np.float32), ("item", np.int64)])
 Array = npt.NDArray[Any]
@@ -23,7 +24,7 @@ class Scan(ctypes.Structure):
     _fields_ = [
         *((name, NUMBER) for name in ("n", "k", "room")),
         *((name, POINTER) for name in ("of_norm", "of_residual", "constant", "floors", "counts", "found")),
-        *((name, POINTER) for name in ("exclude_offsets", "exclude_items", "candidate_offsets", "candidate_items")),
+        *((f"{name}_{part}", POINTER) for name in ("exclude", "candidate") for part in ("offsets", "items", "marks")),
         ("limited", POINTER),
     ]
 
@@ -36,6 +37,7 @@ class Kernels:
         for name, arguments in {
             "scan": [scan, pointer, number, number, number, *[pointer] * 4],
             "sift": [scan, pointer, number, number, *[pointer] * 3],
+            "mark": [pointer, pointer, number, pointer],
             "survivors": [pointer, pointer, *[number] * 6, pointer, pointer],
             "pair_scores": [pointer, pointer, number, number, *[pointer] * 4, number, pointer],
             "best": [*[pointer] * 3, number, number, *[pointer] * 2],
@@ -56,6 +58,12 @@ class Kernels:
     def sift(self, state: Scan, scores: Array, first: int, bias: Array | None, norms: Array, residuals: Array) -> None:
         """The same for scores [rows, n] that are there."""
         self._library.sift(ctypes.byref(state), _at(scores), len(scores), first, *map(_at, (bias, norms, residuals)))
+
+    def marks(self, offsets: Array, items: Array) -> Array:
+        """What tells most items that are in none of n users' lists apart, without a search; offsets [n + 1]."""
+        marks = np.empty((len(offsets) - 1, MARKS), np.uint64)
+        self._library.mark(_at(offsets), _at(items), len(marks), _at(marks))
+        return marks
 
     def survivors(self, found: Array, counts: Array, k: int, queries: slice) -> tuple[Array, Array]:
         """Of some queries: lengths and item rows, end to end, of what may be in the answer.

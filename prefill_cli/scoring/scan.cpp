@@ -24,7 +24,7 @@ void brgemm_release(bool is_vnni);
 }
 
 using bf16 = uint16_t;
-constexpr int64_t TILE = 64, LANES = 16, WIDE = 8, MOST_QUERIES = 512;
+constexpr int64_t TILE = 64, LANES = 16, WIDE = 8, MOST_QUERIES = 512, MARKS = 64;
 constexpr int64_t GONE = -1;  // count of a list that would not fit
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
@@ -35,10 +35,12 @@ template <class V> static inline V load(const void* from) { V v; memcpy(&v, from
 
 struct Found { float lower, upper; int64_t item; };
 
-struct Lists {      // sorted item rows of each user: [offsets[user], offsets[user + 1])
+struct Lists {             // sorted item rows of each user: [offsets[user], offsets[user + 1])
   const int64_t *offsets, *items;
+  const uint64_t* marks;   // [n, MARKS]: a bit for each item's number modulo the bits, which most others have not
   bool holds(int64_t user, int64_t item) const {
-    return std::binary_search(items + offsets[user], items + offsets[user + 1], item);
+    const uint64_t mark = marks[user * MARKS + (item / 64) % MARKS] >> item % 64 & 1;
+    return mark && std::binary_search(items + offsets[user], items + offsets[user + 1], item);
   }
 };
 
@@ -48,8 +50,8 @@ struct Scan {       // as kernels.py lays it out
   float* floors;                 // [n] no item with an upper bound below it is in the answer
   int64_t* counts;               // [n]
   Found* found;                  // [n, room]
-  const int64_t *exclude_offsets, *exclude_items;        // what a user must not get; null: nothing
-  const int64_t *candidate_offsets, *candidate_items;    // what a limited user may get
+  Lists exclude;                 // what a user must not get; offsets null: nothing
+  Lists candidates;              // what a limited user may get
   const uint8_t* limited;        // [n]; null: nobody
 };
 
@@ -68,8 +70,8 @@ static void cut_back(const Scan& s, int64_t q) {
 }
 
 static void keep(const Scan& s, int64_t q, float score, float error, int64_t item) {
-  if (s.exclude_offsets && Lists{s.exclude_offsets, s.exclude_items}.holds(q, item)) return;
-  if (s.limited && s.limited[q] && !Lists{s.candidate_offsets, s.candidate_items}.holds(q, item)) return;
+  if (s.exclude.offsets && s.exclude.holds(q, item)) return;
+  if (s.limited && s.limited[q] && !s.candidates.holds(q, item)) return;
   s.found[q * s.room + s.counts[q]++] = {score - error, score + error, item};
   if (s.counts[q] == s.room) cut_back(s, q);
 }
@@ -130,6 +132,14 @@ extern "C" void sift(const Scan* s, const float* scores, int64_t rows, int64_t f
   for (int64_t row = 0; row < rows; row += TILE)
     sift_tile(*s, scores + row * s->n, std::min(TILE, rows - row), first + row, bias ? bias + row : nullptr, norms[row / TILE],
               residuals[row / TILE]);
+}
+
+// The marks [n, MARKS] of n users' lists.
+extern "C" void mark(const int64_t* offsets, const int64_t* items, int64_t n, uint64_t* marks) {
+  for (int64_t user = 0; user < n; user++, marks += MARKS) {
+    std::fill_n(marks, MARKS, 0);
+    for (int64_t i = offsets[user]; i < offsets[user + 1]; i++) marks[(items[i] / 64) % MARKS] |= uint64_t(1) << items[i] % 64;
+  }
 }
 
 // What is left of `parts` scans over different items, [parts][n, room] and [parts][n] in counts, for queries begin … end - 1:

@@ -18,7 +18,7 @@ from prefill_cli.machine import free_memory
 from prefill_cli.scoring.filters import Filters, Pairs
 from prefill_cli.scoring.heads import PairHead, tensor
 from prefill_cli.scoring.items import Items
-from prefill_cli.scoring.kernels import FOUND, MOST_QUERIES, TILE, Kernels, Scan
+from prefill_cli.scoring.kernels import FOUND, MARKS, MOST_QUERIES, TILE, Kernels, Scan
 from prefill_cli.scoring.matrix import SHARE_OF_MEMORY
 
 Floats = npt.NDArray[np.float32]
@@ -144,7 +144,9 @@ class KernelScan:
         tasks = []
         for group, (multiplied, error) in zip(groups, prepared, strict=True):
             for part in range(parts):
-                state = _State(error, k, found[part, group], counts[part, group], lists, filters.limited, group)
+                state = _State(
+                    error, k, found[part, group], counts[part, group], lists, filters.limited, group, self._kernels
+                )
                 tasks.append((part, multiplied, state))
         for first, items, residuals in self._blocks():
             rows = len(self._items) if items is None else len(items)
@@ -192,25 +194,23 @@ class _State:
     """A group of queries on its way through the items; owns the arrays that `scan` points to."""
 
     def __init__(
-        self, error: ErrorOf, k: int, found: Any, counts: Any, lists: tuple[Any, Any], limited: Any, group: slice
-    ) -> None:
+        self, error: ErrorOf, k: int, found: Any, counts: Any, lists: Sequence[tuple[Any, Any]], limited: Any, group: slice,
+        kernels: Kernels,
+    ) -> None:  # fmt: skip
+        """lists: offsets and items of what all users must not get, and of what they may get."""
         n, own = len(error.of_norm), len(counts)
         self.floors = np.full(n, -np.finfo(np.float32).max / 2, np.float32)
         self.floors[own:] = np.inf  # filling
-        (exclude_offsets, exclude_items), (candidate_offsets, candidate_items) = lists
         limits = None if limited is None else np.ascontiguousarray(limited[group], np.uint8)
-        begin = group.start
-        self._owned = (error, found, counts, exclude_items, candidate_items, limits, exclude_offsets, candidate_offsets)
-
-        def at(array: Any) -> int | None:
-            return None if array is None else array.ctypes.data
-
-        exclude = len(exclude_items) > 0
-        self.scan = Scan(
-            n, k, found.shape[1], at(error.of_norm), at(error.of_residual), at(error.constant), at(self.floors), at(counts),
-            at(found), at(exclude_offsets[begin:]) if exclude else None, at(exclude_items) if exclude else None,
-            at(candidate_offsets[begin:]), at(candidate_items), at(limits),
-        )  # fmt: skip
+        pointed: list[Any] = [error.of_norm, error.of_residual, error.constant, self.floors, counts, found]
+        for offsets, items in lists:
+            of_group = offsets[group.start : group.stop + 1]
+            pointed += [of_group, items, kernels.marks(of_group, items)] if len(items) else [None] * 3
+        self._owned = (*pointed, limits)
+        if limits is not None and not len(lists[1][1]):  # nobody of them may get anything
+            pointed[-3:] = [nothing := np.zeros(own + 1, np.int64), nothing, np.zeros((own, MARKS), np.uint64)]
+            self._owned = (*pointed, limits)
+        self.scan = Scan(n, k, found.shape[1], *(None if x is None else x.ctypes.data for x in self._owned))
 
 
 def _tile_maxima(values: npt.NDArray[np.float64]) -> Floats:

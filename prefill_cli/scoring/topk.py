@@ -43,7 +43,7 @@ from prefill_cli.scoring.scan import KernelScan, PairScan, TorchScan
 
 PASS_BYTES = 256 << 20  # of lists that a pass over the items fills
 PASS_QUERIES = 4_096
-SHORT_SHARE = 64  # a candidate list of at most 1 / 64 of the catalogue is scored alone: what a scan of all costs
+SHORT_SHARE = 20  # a candidate list of at most 1 / 20 of the catalogue is scored alone, at about what a scan costs
 SHORT_LIST = 1_024
 WIDER = 16  # times the room of a list, for users whose list was full
 PAIRS_AT_ONCE = 8_000_000  # that are rescored
