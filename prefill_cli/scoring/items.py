@@ -109,7 +109,7 @@ def load_items(config: RunConfig, user_width: int | None, head_width: int | None
     if config.normalize or config.score == "cosine":
         matrix = replace(matrix, lengths=_norms(matrix))
     stored, matrix = matrix, matrix.in_memory()
-    mapped = raw.mapped if np.may_share_memory(matrix.source, raw.vectors) or matrix is stored else None
+    mapped = raw.mapped if matrix is stored else None
     return Items(ids, matrix, _norms(matrix), bias, raw.sha256, len(bad_rows), raw.provenance, mapped)
 
 
