@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -23,7 +24,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from prefill_cli.config import RunConfig
+from prefill_cli.scoring.filters import Filters
+from prefill_cli.scoring.heads import Head, PairHead
+from prefill_cli.scoring.topk import Catalogue, search
 from prefill_cli.tools.bench import bench
+from prefill_cli.tools.bench_search import made_up_items
 from prefill_cli.tools.verify import verify
 from prefill_cli.tools.workload import synthetic_prompts
 
@@ -52,6 +57,27 @@ def save_model(folder: Path, shape: str, texts: list[str]) -> None:
         LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
+def search_on(device: str, kind: str, n: int, users: int = 256, k: int = 100) -> dict[str, object]:
+    """Search on the device against the same on the CPU in float32: equal to the bit, and how long each takes."""
+    rng = np.random.default_rng(0)
+    items = made_up_items(n, 576 if kind == "dot" else 64)
+    queries = rng.standard_normal((users, 576), dtype=np.float32)
+    head = None
+    if kind == "mlp":
+        layers = [(torch.randn(256, 640) / 25, torch.zeros(256)), (torch.randn(1, 256) / 16, torch.zeros(1))]
+        head = PairHead(Head("mlp", "relu", tuple(layers), ""), 576)
+    found, seconds = {}, {}
+    for place in (device, "cpu"):
+        catalogue = Catalogue(items, None, place, head=head)
+        search(queries[:8], catalogue, k, Filters())
+        began = time.perf_counter()
+        found[place] = search(queries, catalogue, k, Filters())
+        seconds[place] = round(time.perf_counter() - began, 3)
+    one, other = found[device], found["cpu"]
+    same = one.rows.tobytes() == other.rows.tobytes() and one.scores.tobytes() == other.scores.tobytes()
+    return {"search": kind, "items": n, "users": users, "k": k, "sec": seconds, "same": same}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
@@ -71,6 +97,10 @@ def main() -> None:
                 found.pop("prompts")
                 failed |= found["status"] != "same"
                 print(json.dumps({"shape": shape, "verify": found, "bench": bench(config, args.rows, 2)}), flush=True)
+    for kind in ("dot", "mlp"):
+        found = search_on(args.device, kind, 200_000 if "tiny" not in args.shapes else 2_000)
+        failed |= not found["same"]
+        print(json.dumps(found), flush=True)
     sys.exit(failed)
 
 

@@ -329,7 +329,7 @@ def show(
 @app.command(cls=SectionedHelp, short_help="Say what a file or folder is, and what is wrong with it.")
 def inspect(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH", readable=False, help="Models, item files, inputs, results.")
+        list[Path], typer.Argument(metavar="PATH", readable=False, help="Models, item files, heads, inputs, results.")
     ],
     config: ConfigFile = None,
     json: Json = False,

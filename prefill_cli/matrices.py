@@ -65,6 +65,17 @@ def open_matrix(path: Path, tensor: str, error: type[PrefillScoreError]) -> tupl
         raise error(f"{path}: not readable as {path.suffix[1:].lower()}: {first_line(fault)}") from None
 
 
+def metadata_of(path: Path) -> dict[str, str]:
+    """The metadata of a .safetensors file; none where it cannot be read, which whoever reads it will tell."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as opened:
+            return opened.metadata() or {}
+    except (OSError, SafetensorError):
+        return {}
+
+
 def _npy(path: Path, error: type[PrefillScoreError]) -> Rows:
     with path.open("rb") as file:
         if file.read(4) == b"PK\3\4":

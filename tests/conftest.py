@@ -29,6 +29,13 @@ TEMPLATE = (
 PROJECT = Path(__file__).parent.parent
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that need a GPU are not collected where there is none."""
+    if not torch.cuda.is_available():
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("cuda")])
+        items[:] = [item for item in items if not item.get_closest_marker("cuda")]
+
+
 @pytest.fixture(autouse=True)
 def _clean_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No configuration of the machine or the checkout reaches a test: an empty folder, no variables of ours."""

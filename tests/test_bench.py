@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import PROJECT, random_prompts, write_prompts
+from conftest import PROJECT, random_prompts, write_items, write_prompts
 from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
 from typer.testing import CliRunner
 
@@ -16,6 +16,8 @@ from prefill_cli.encoding import decoders
 from prefill_cli.encoding.budget import CHUNK
 from prefill_cli.encoding.prefill import unique_tokens
 from prefill_cli.errors import InputError
+from prefill_cli.scoring.filters import Filters
+from prefill_cli.scoring.topk import Catalogue, search
 from prefill_cli.tools import bench as tool
 from prefill_cli.tools import bench_search
 from prefill_cli.tools.bench import bench
@@ -121,6 +123,29 @@ def test_peers_of_search_find_the_same_items(monkeypatch):
     assert all(way["ratio"] > 0 for way in found["ways"].values())
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_search_on_cuda_gives_the_bits_of_the_cpu(dtype):
+    rng = np.random.default_rng(0)
+    items, queries = made_up_items(30_000, 96), rng.standard_normal((70, 96), dtype=np.float32)
+    found = [search(queries, Catalogue(items, None, place, scan_dtype=dtype), 50, Filters()) for place in ("cuda", "cpu")]
+    assert found[0].rows.tobytes() == found[1].rows.tobytes()
+    assert found[0].scores.tobytes() == found[1].scores.tobytes()
+
+
+def test_bench_of_search_alone_needs_no_model(tmp_path):
+    line = ["bench", "--search", "--size", "300,16", "--rows", "20", "--repeat", "1", "-k", "7", "--json"]
+    done = CliRunner().invoke(cli.app, line)
+    found = json.loads(done.stdout)
+    assert (done.exit_code, found["items"], found["width"], found["queries"], found["k"]) == (0, 300, 16, 20, 7)
+    assert found["ways"]["torch.topk"]["same"] == 1.0
+    write_items(tmp_path / "items.parquet", n=30)
+    done = CliRunner().invoke(cli.app, ["bench", "--search", "-i", str(tmp_path / "items.parquet"), "--rows", "3"])
+    assert json.loads(done.stdout)["items"] == 30
+    done = CliRunner().invoke(cli.app, ["bench", "--search", "--size", "300"])
+    assert (done.exit_code, "like 200000,576" in done.stderr) == (2, True)
+
+
 def test_verify_shows_the_differences_and_exits_by_them(job, monkeypatch):
     line = ["verify", str(job.inputs), "-m", str(job.model), "--rows", "9", "--dtype", "float32"]
     done = CliRunner().invoke(cli.app, line)
@@ -160,6 +185,7 @@ def test_the_gpu_script_runs_on_a_cpu_too():
     line = [sys.executable, str(PROJECT / ".ci" / "gpu.py"), "--device", "cpu", "--shapes", "tiny", "--rows", "12"]
     done = subprocess.run(line, check=False, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
-    bfloat16, float32 = (json.loads(text) for text in done.stdout.splitlines())
+    bfloat16, float32, *searched = (json.loads(text) for text in done.stdout.splitlines())
+    assert [(found["search"], found["same"]) for found in searched] == [("dot", True), ("mlp", True)]
     assert bfloat16["verify"]["status"] == float32["verify"]["status"] == "same"
     assert float32["bench"]["encoder"] == "packed"

@@ -1,14 +1,17 @@
 """Heads: what a file must hold, and scores that equal the network over concatenated pairs."""
 
 import json
+import re
+import textwrap
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import HIDDEN, make_tokenizer, reference_vectors, write_items
+from conftest import HIDDEN, PROJECT, make_tokenizer, reference_vectors, write_items
 from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
@@ -240,3 +243,23 @@ def test_a_user_whose_scores_would_leave_float32_is_rejected(tmp_path, job):
     items = write_items(tmp_path / "small.parquet", dim=12)
     totals = job.run(score="mlp", head=path, items=items, max_rejects="100%")
     assert totals["reject_reasons"] == {"not_finite": 30}
+
+
+def test_inspect_says_what_a_head_is(tmp_path):
+    path = save(tmp_path / "h.safetensors", Network((32, 40, 1), "gelu"), activation="gelu")
+    done = CliRunner().invoke(cli.app, ["inspect", str(path), "--json"])
+    found = json.loads(done.stdout)
+    found = found[0] if isinstance(found, list) else found
+    assert (done.exit_code, found["kind"], found["facts"]["layers"]) == (0, "head", "40 → 1")
+    save(path, Network((32, 40, 1)), **{"layers.0.bias": None})
+    done = CliRunner().invoke(cli.app, ["inspect", str(path), "--json"])
+    assert (done.exit_code, "tensors missing: layers.0.bias" in done.stdout) == (4, True)
+
+
+def test_the_readmes_lines_save_a_head_that_is_read():
+    block = next(
+        b for b in re.findall(r"```python\n(.*?)```", (PROJECT / "README.md").read_text(), re.DOTALL) if "layers." in b
+    )
+    network = Network((32, 40, 1))
+    exec(textwrap.dedent(block), {"layers": network.layers})
+    assert load_head(Path("head.safetensors"), "mlp", 20).outputs == 1

@@ -68,8 +68,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int = ROWS) -> 
     return torch.cat(parts)[: len(x)] if parts else x.new_empty(0, len(weight))
 
 
-def load_head(path: Path, wanted: str, user_width: int) -> Head:
-    """Read and check a head. wanted: the kind that --score needs. user_width: of the users' vectors.
+def load_head(path: Path, wanted: str, user_width: int | None) -> Head:
+    """Read and check a head. wanted: the kind that --score needs. user_width: of the users' vectors, None: any.
 
     Raises:
         ItemsError: unreadable, another kind, a tensor that is missing, superfluous, ill-shaped or not finite.
@@ -97,7 +97,7 @@ def load_head(path: Path, wanted: str, user_width: int) -> Head:
     return Head(kind, activation, _layers(path, kind, tensors, user_width), digest)
 
 
-def _layers(path: Path, kind: str, tensors: dict[str, Tensor], user_width: int) -> tuple[tuple[Tensor, Tensor], ...]:
+def _layers(path: Path, kind: str, tensors: dict[str, Tensor], user_width: int | None) -> tuple[tuple[Tensor, Tensor], ...]:
     numbers = [int(m[1]) for name in tensors if (m := re.fullmatch(r"layers\.(\d{1,4})\.(weight|bias)", name))]
     count = max(max(numbers, default=0) + 1, 2 if kind == "mlp" else 1)
     names = [f"layers.{i}.{what}" for i in range(count) for what in ("weight", "bias")]
@@ -116,7 +116,7 @@ def _layers(path: Path, kind: str, tensors: dict[str, Tensor], user_width: int) 
         _check(path, f"layers.{i}.bias", bias, (len(weight),))
         layers.append((weight.contiguous(), bias.contiguous()))
         width = len(weight)
-    if kind == "mlp" and layers[0][0].shape[1] <= user_width:
+    if kind == "mlp" and user_width and layers[0][0].shape[1] <= user_width:
         raise ItemsError(
             f"--head {path}: layers.0.weight is {list(layers[0][0].shape)}; its columns are the user's, {user_width}, and "
             "then the item's"

@@ -16,6 +16,7 @@ from prefill_cli.data.results import REJECTS_FOLDER
 from prefill_cli.data.tokenization import PromptTokenizer, load_tokenizer
 from prefill_cli.encoding.loading import load_base_model, open_model_folder
 from prefill_cli.errors import InputError, OutputError, PrefillScoreError
+from prefill_cli.matrices import MATRIX_SUFFIXES, metadata_of
 from prefill_cli.scoring.items import load_items
 from prefill_cli.tools.tables import reading, scan
 
@@ -49,7 +50,9 @@ def _kind(path: Path, config: RunConfig) -> tuple[str, Any]:
         return "result", _result
     if path.is_dir() and ((path / "config.json").exists() or not any(p.suffix in PARQUET_SUFFIXES for p in path.rglob("*"))):
         return "model", _model
-    if path.suffix in (".npy", ".safetensors"):
+    if path.suffix == ".safetensors" and "head" in metadata_of(path):
+        return "head", _head
+    if path.suffix in MATRIX_SUFFIXES:
         return "items", _items
     names = read_footer(find_files([str(path)])[0]).schema.names
     return ("items", _items) if config.embedding_column in names else ("prompts", _prompts)
@@ -86,6 +89,18 @@ def _items(path: Path, config: RunConfig, facts: dict[str, Any]) -> None:
         "id_type": str(items.ids.type),
         "norms": f"{low:.4g} / {middle:.4g} / {high:.4g} (least / median / greatest)",
         "provenance": json.dumps(items.provenance) if items.provenance else "not stored",
+    }
+
+
+def _head(path: Path, config: RunConfig, facts: dict[str, Any]) -> None:
+    from prefill_cli.scoring.heads import load_head
+
+    head = load_head(path, metadata_of(path)["head"], None)
+    facts |= {
+        "head": head.kind,
+        "activation": head.activation,
+        "takes": f"{head.inputs} numbers" + (" (the user's, then the item's)" if head.kind == "mlp" else ""),
+        "layers": " → ".join(str(len(bias)) for _, bias in head.layers),
     }
 
 
