@@ -313,6 +313,48 @@ def test_one_user_one_item_one_dimension_and_k_above_the_catalogue(sizes, shape)
     assert_exact(integers(rng, (n, d)), integers(rng, (n_items, d)), n_items + 5)
 
 
+def hostile(kind):
+    """Queries and vectors of which a low-precision scan tells little."""
+    rng = np.random.default_rng(13)
+    queries, vectors = (rng.standard_normal((n, 40)).astype(np.float32) for n in (17, 900))
+    if kind == "near ties":
+        vectors = (vectors[:1] * (1 + 1e-7 * rng.integers(0, 9, (900, 1)))).astype(np.float32)
+    elif kind == "one huge item":
+        vectors[450] *= np.float32(1e15)
+    elif kind == "orthogonal":
+        queries[:, :20], vectors[:, 20:] = 0, 0
+    elif kind == "subnormal":
+        vectors *= np.float32(1e-42)
+    elif kind == "tiny":
+        queries, vectors = queries * np.float32(1e-20), vectors * np.float32(1e-22)
+    elif kind == "large":
+        queries, vectors = queries * np.float32(1e18), vectors * np.float32(1e18)
+    elif kind == "duplicates":
+        vectors = vectors[rng.integers(0, 30, 900)]
+    elif kind == "magnitudes":
+        vectors *= (10.0 ** rng.integers(-20, 20, (900, 1))).astype(np.float32)
+    return queries, vectors
+
+
+@pytest.mark.parametrize("k", [1, 30, 899, 1000])
+@pytest.mark.parametrize(
+    "kind", ["near ties", "one huge item", "orthogonal", "subnormal", "tiny", "large", "duplicates", "magnitudes"]
+)
+def test_hostile_vectors_give_the_lists_of_exact_scores(sizes, kind, k):
+    queries, vectors = hostile(kind)
+    every = rescore.pair_scores(
+        queries, Matrix(vectors, 40), None, *(a.ravel() for a in np.indices((17, 900))), kernels=None
+    ).reshape(17, 900)
+    exact = queries.astype(np.float64) @ vectors.astype(np.float64).T
+    assert (
+        np.abs(every - exact) <= np.spacing(np.abs(exact).astype(np.float32)).astype(np.float64) + 1e-12 * np.abs(exact)
+    ).all()
+    rows, scores = table(run(queries, vectors, k), min(k, 900))
+    order = np.lexsort((np.broadcast_to(np.arange(900), every.shape), -every), axis=1)[:, :k]
+    assert rows.tolist() == order.tolist()
+    assert scores.tobytes() == np.take_along_axis(every, order, 1).tobytes()
+
+
 def test_no_users_give_no_lists():
     found = run(np.empty((0, 3)), np.ones((5, 3)), 2)
     assert (found.offsets.tolist(), len(found.rows), len(found.scores)) == ([0], 0, 0)
