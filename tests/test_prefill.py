@@ -302,7 +302,7 @@ def test_a_probe_without_prompts_or_layers_of_its_own_leaves_the_budget(llama, p
 
 
 def test_the_probe_comes_after_the_check_and_says_what_it_found(llama, prompts, caplog):
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="prefill_cli.encoding.choice")
     options = EncoderOptions("last", None, False, "float32", 1024, probe=True)
     found = choice.choose_encoder(llama, options, prompts)
     assert f"{found.max_batch_tokens} tokens a batch, by a short probe" in caplog.text
