@@ -12,6 +12,7 @@ from prefill_cli.errors import PrefillScoreError, first_line, nearest
 
 TENSOR = "embeddings"
 MATRIX_SUFFIXES = (".npy", ".safetensors")
+WIDEST = 1 << 24
 SAFETENSORS_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # NumPy has no bfloat16
 
 
@@ -111,6 +112,8 @@ def _safetensors(path: Path, tensor: str, error: type[PrefillScoreError]) -> tup
 def _check(path: Path, shape: Sequence[int], dtype: Any, is_float: bool, error: type[PrefillScoreError]) -> None:
     if len(shape) != 2 or not is_float:
         raise error(f"{path}: expected a matrix of floats [rows, width], found {dtype} {list(shape)}")
+    if not 0 < shape[1] <= WIDEST:
+        raise error(f"{path}: its vectors are {shape[1]} wide, of {list(shape)}; a width is from 1 to {WIDEST:,}")
 
 
 def _rows_of_file(path: Path, offset: int, dtype: Any, shape: tuple[int, int], error: type[PrefillScoreError]) -> Rows:

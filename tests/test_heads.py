@@ -245,6 +245,17 @@ def test_a_user_whose_scores_would_leave_float32_is_rejected(tmp_path, job):
     assert totals["reject_reasons"] == {"not_finite": 30}
 
 
+def test_a_layer_within_that_leaves_float32_is_told_apart(tmp_path):
+    network = Network((2, 2, 1, 1))
+    numbers = ([[1e20, 1e20], [1e20, 5e19]], [0, 0], [[1e20, -5e19]], [0], [[1e-20]], [0])
+    with torch.no_grad():
+        for parameter, values in zip(network.parameters(), numbers, strict=True):
+            parameter.copy_(torch.tensor(values))
+    head = PairHead(load_head(save(tmp_path / "h.safetensors", network), "mlp", 1), 1)
+    items = items_of(np.linspace(0.1, 1, 5, dtype=np.float32)[:, None])
+    assert Catalogue(items, head=head).overflowing(np.array([[0.5], [0.0]], np.float32)).tolist() == [True, True]
+
+
 def test_inspect_says_what_a_head_is(tmp_path):
     path = save(tmp_path / "h.safetensors", Network((32, 40, 1), "gelu"), activation="gelu")
     done = CliRunner().invoke(cli.app, ["inspect", str(path), "--json"])

@@ -224,7 +224,7 @@ def test_dims_take_full_or_cut_embeddings_and_nothing_else(tmp_path):
     assert full.norms.tolist() == cut.norms.tolist()
     with pytest.raises(ItemsError, match=r"3 wide, but .* of 4 or --dims 2"):
         load(write(tmp_path / "odd.parquet", VECTORS[:, :3].tolist()), dims=2)
-    with pytest.raises(UsageError, match=r"--dims 5 is more than the model's width of 4"):
+    with pytest.raises(UsageError, match=r"--dims 5 is more than the input's width of 4"):
         load(tmp_path / "full.parquet", dims=5)
 
 

@@ -1,6 +1,8 @@
 """`prefill-score search`: vectors that are there already, to the same output as a run's, without a model."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from prefill_cli.data.disk import read_json
 from prefill_cli.data.manifest import MANIFEST
 from prefill_cli.engines.local import run_shards
 from prefill_cli.errors import InputError, ItemsError, OutputError, UsageError
+from prefill_cli.tools.inspect import inspect_path
 
 WIDTH = 16
 FLOAT = pa.float32()
@@ -30,10 +33,9 @@ def world(tmp_path):
     items = np.random.default_rng(1).standard_normal((80, WIDTH), dtype=np.float32)
     write_items(tmp_path / "items.parquet", vectors=items)
 
-    def search(inputs, **options):
-        given = {"inputs": (str(inputs),), "items": tmp_path / "items.parquet", "output": tmp_path / "out", "top_k": 7,
-                 "device": "cpu"}  # fmt: skip
-        return pipeline.run(RunConfig(**(given | options)), run_shards, Watcher(), pipeline.plan_search)
+    def search(*inputs, **options):
+        given = {"items": tmp_path / "items.parquet", "output": tmp_path / "out", "top_k": 7, "device": "cpu"} | options
+        return pipeline.run(RunConfig(inputs=tuple(map(str, inputs)), **given), run_shards, Watcher(), pipeline.plan_search)
 
     return SimpleNamespace(vectors=vectors, items=items, search=search, out=tmp_path / "out")
 
@@ -146,6 +148,49 @@ def test_what_cannot_be_searched_for_is_told(world, tmp_path):
     (tmp_path / "users.npy").write_bytes(b"no array")
     with pytest.raises(InputError, match="not readable as npy"):
         world.search(tmp_path / "users.npy")
+
+
+def test_what_is_no_matrix_alone_is_told_without_waiting(world, tmp_path):
+    os.mkfifo(tmp_path / "pipe.npy")
+    with pytest.raises(InputError, match="not a regular file"):
+        world.search(tmp_path / "pipe.npy")
+    np.save(tmp_path / "users.npy", world.vectors)
+    path = write(tmp_path / "users.parquet", world.vectors)
+    for inputs in ((str(tmp_path / "users.npy"), str(path)), (str(path), str(tmp_path / "users.npy"))):
+        with pytest.raises(UsageError, match="goes alone"):
+            world.search(*inputs)
+    pq.write_table(pa.table({"user_id": list(range(50))}), tmp_path / "ids.parquet")
+    with pytest.raises(UsageError, match="--user-ids goes with"):
+        world.search(path, user_ids=tmp_path / "ids.parquet")
+    with pytest.raises(UsageError, match="both 'embedding'"):
+        world.search(tmp_path / "users.npy", id_column="embedding")
+    with pytest.raises(UsageError, match="more than the input's width of 16"):
+        world.search(path, dims=17)
+    for shape in ((3, 0), (0, 3_000_000_000)):
+        np.save(tmp_path / "strange.npy", np.empty((0, 1), np.float32))
+        text = (tmp_path / "strange.npy").read_bytes().replace(b"(0, 1), }" + b" " * 20, f"{shape}, }}".encode().ljust(29))
+        (tmp_path / "strange.npy").write_bytes(text)
+        with pytest.raises(InputError, match="a width is from 1"):
+            world.search(tmp_path / "strange.npy")
+    shutil.move(tmp_path / "users.npy", tmp_path / "USERS.NPY")
+    assert world.search(tmp_path / "USERS.NPY")["rows_out"] == 50
+
+
+def test_short_vectors_are_rejects_wherever_they_stand(world, tmp_path):
+    path = write(tmp_path / "users.parquet", [[], [1.0], *world.vectors[:5]])
+    totals = world.search(path, max_rejects="100%")
+    assert (totals["rows_out"], totals["reject_reasons"]) == (5, {"bad_vector": 2})
+    pq.write_table(pa.table({"user_id": [1, 2, 3], "embedding": pa.nulls(3)}), tmp_path / "nulls.parquet")
+    totals = world.search(tmp_path / "nulls.parquet", max_rejects="100%", overwrite=True)
+    assert totals["reject_reasons"] == {"null_vector": 3}
+    path = write(tmp_path / "empty.parquet", [[], []])
+    assert world.search(path, max_rejects="100%", overwrite=True)["reject_reasons"] == {"bad_vector": 2}
+
+
+def test_inspect_knows_vectors_from_items(world, tmp_path):
+    path = write(tmp_path / "users.parquet", world.vectors)
+    found = inspect_path(path, RunConfig(inputs=()))
+    assert (found.kind, found.facts["rows"], found.facts["width"], found.problem) == ("vectors", "50", 16, "")
 
 
 def test_an_input_of_nulls_only_rejects_all_rows(world, tmp_path):

@@ -313,35 +313,68 @@ def test_one_user_one_item_one_dimension_and_k_above_the_catalogue(sizes, shape)
     assert_exact(integers(rng, (n, d)), integers(rng, (n_items, d)), n_items + 5)
 
 
-def hostile(kind):
-    """Queries and vectors of which a low-precision scan tells little."""
-    rng = np.random.default_rng(13)
-    queries, vectors = (rng.standard_normal((n, 40)).astype(np.float32) for n in (17, 900))
-    if kind == "near ties":
-        vectors = (vectors[:1] * (1 + 1e-7 * rng.integers(0, 9, (900, 1)))).astype(np.float32)
-    elif kind == "one huge item":
-        vectors[450] *= np.float32(1e15)
-    elif kind == "orthogonal":
-        queries[:, :20], vectors[:, 20:] = 0, 0
-    elif kind == "subnormal":
-        vectors *= np.float32(1e-42)
-    elif kind == "tiny":
-        queries, vectors = queries * np.float32(1e-20), vectors * np.float32(1e-22)
-    elif kind == "large":
-        queries, vectors = queries * np.float32(1e18), vectors * np.float32(1e18)
-    elif kind == "duplicates":
-        vectors = vectors[rng.integers(0, 30, 900)]
-    elif kind == "magnitudes":
-        vectors *= (10.0 ** rng.integers(-20, 20, (900, 1))).astype(np.float32)
-    return queries, vectors
+def near_ties(rng, queries, vectors):
+    vectors[:] = vectors[0] * (1 + 1e-7 * rng.integers(0, 9, (900, 1)))
+
+
+def one_huge_item(rng, queries, vectors):
+    vectors[450] *= np.float32(1e15)
+
+
+def orthogonal(rng, queries, vectors):
+    queries[:, :20], vectors[:, 20:] = 0, 0
+
+
+def subnormal(rng, queries, vectors):
+    vectors *= np.float32(1e-42)
+
+
+def tiny(rng, queries, vectors):
+    queries *= np.float32(1e-20)
+    vectors *= np.float32(1e-22)
+
+
+def large(rng, queries, vectors):
+    queries *= np.float32(1e18)
+    vectors *= np.float32(1e18)
+
+
+def duplicates(rng, queries, vectors):
+    vectors[:] = vectors[rng.integers(0, 30, 900)]
+
+
+def magnitudes(rng, queries, vectors):
+    vectors *= (10.0 ** rng.integers(-20, 20, (900, 1))).astype(np.float32)
+
+
+def beyond_bfloat16(rng, queries, vectors):
+    vectors *= np.float32(1e-6)
+    queries[3, 5] = np.finfo(np.float32).max
+
+
+def a_query_beyond_float32(rng, queries, vectors):
+    vectors *= np.float32(1e-6)
+    queries[3] = 2e38
+
+
+def an_item_beyond_float32(rng, queries, vectors):
+    queries *= np.float32(1e-42)
+    queries[4], vectors[450] = 0, 2e38
+
+
+HOSTILE = (
+    near_ties, one_huge_item, orthogonal, subnormal, tiny, large, duplicates, magnitudes, beyond_bfloat16,
+    a_query_beyond_float32, an_item_beyond_float32,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("k", [1, 30, 899, 1000])
-@pytest.mark.parametrize(
-    "kind", ["near ties", "one huge item", "orthogonal", "subnormal", "tiny", "large", "duplicates", "magnitudes"]
-)
+@pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_vectors_give_the_lists_of_exact_scores(sizes, kind, k):
-    queries, vectors = hostile(kind)
+    """Vectors of which a low-precision scan tells little."""
+    rng = np.random.default_rng(13)
+    queries, vectors = (rng.standard_normal((n, 40)).astype(np.float32) for n in (17, 900))
+    kind(rng, queries, vectors)
     every = rescore.pair_scores(
         queries, Matrix(vectors, 40), None, *(a.ravel() for a in np.indices((17, 900))), kernels=None
     ).reshape(17, 900)

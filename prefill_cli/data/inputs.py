@@ -97,8 +97,12 @@ def plan_inputs(config: RunConfig) -> InputPlan:
         InputError: nothing found, unreadable file, missing column, types that do not go together.
     """
     paths = find_files(config.inputs)
-    if config.vector_column and len(paths) == 1 and paths[0].endswith(MATRIX_SUFFIXES):
-        return matrix_plan(paths[0], config)
+    if config.vector_column and (matrices := [path for path in paths if is_matrix(path)]):
+        if len(paths) > 1:
+            raise UsageError(f"{matrices[0]}: a .npy or .safetensors file goes alone; {len(paths)} files are named")
+        return matrix_plan(matrices[0], config)
+    if config.user_ids:
+        raise UsageError("--user-ids goes with a .npy or .safetensors file; Parquet has its ids in a column")
     with ThreadPoolExecutor(8) as pool:
         files = tuple(pool.map(read_footer, paths))
     types = {config.id_column: _reconcile(files, config.id_column, "an id", _is_id)}
@@ -236,6 +240,11 @@ def read_footer(path: str) -> InputFile:
     return InputFile(path, rows, schema, stat.st_size, stat.st_mtime_ns, digest, data_bytes)
 
 
+def is_matrix(path: str) -> bool:
+    """Whether a file holds one matrix, by its name."""
+    return path.lower().endswith(MATRIX_SUFFIXES)
+
+
 def matrix_plan(path: str, config: RunConfig) -> InputPlan:
     """A .npy or .safetensors file of users' vectors: a column of them, and their ids (--user-ids, else row numbers).
 
@@ -245,6 +254,10 @@ def matrix_plan(path: str, config: RunConfig) -> InputPlan:
     for name in ("keep_columns", "exclude_column", "candidates_column"):
         if getattr(config, name):
             raise UsageError(f"{option(name)} needs Parquet input; {path} has no such column")
+    if config.id_column == config.text_column:
+        raise UsageError(f"--id-column and --vector-column are both {config.id_column!r}")
+    if not os.path.isfile(path):  # a pipe would make us wait for a writer
+        raise InputError(f"{path}: not a regular file")
     rows, _ = open_matrix(Path(path), TENSOR, InputError)
     ids = pa.int64() if config.user_ids is None else user_ids(config.user_ids, config.id_column, len(rows)).type
     stat = os.stat(path)

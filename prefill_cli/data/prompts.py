@@ -21,7 +21,7 @@ from prefill_cli.data import inputs
 from prefill_cli.data.inputs import InputFile, InputPlan, Shard, hive_columns
 from prefill_cli.data.rejects import Reject
 from prefill_cli.errors import InputError, first_line
-from prefill_cli.matrices import MATRIX_SUFFIXES, TENSOR, open_matrix, to_float32
+from prefill_cli.matrices import TENSOR, open_matrix, to_float32
 
 BATCH_ROWS = 2_048
 BATCH_BYTES = 64 << 20  # of a record batch as the file encodes it (a repeated value counts once), which reading aims below
@@ -115,7 +115,7 @@ class _Cursor:
         self._file = file
         self._next_row = offset
         self._rest: pa.RecordBatch | None = None
-        if file.path.endswith(MATRIX_SUFFIXES):
+        if inputs.is_matrix(file.path):
             _check_unchanged(file)
             self._batches = _matrix_batches(file, offset, columns, user_ids)
             return

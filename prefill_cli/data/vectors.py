@@ -1,5 +1,6 @@
 """A column of users' vectors instead of prompts, for `prefill-score search`."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -26,8 +27,10 @@ class VectorReader:
 
     def __call__(self, column: pa.Array) -> Tokenized:
         """The vectors of a piece, in the place of token ids."""
+        if pa.types.is_null(column.type):
+            column = column.cast(pa.large_list(pa.float32()))
         lengths = pc.fill_null(pc.list_value_length(column), -1).to_numpy(zero_copy_only=False)
-        good = np.flatnonzero(lengths == self._width)
+        good = np.flatnonzero((lengths == self._width) & (lengths > 0))
         flat = column.take(pa.array(good)).flatten()
         nulls = np.zeros(len(flat), bool) if not flat.null_count else flat.is_null().to_numpy(zero_copy_only=False)
         with np.errstate(over="ignore"):  # a float64 beyond float32 becomes infinity, which is told as such
@@ -36,9 +39,10 @@ class VectorReader:
         finite = np.asarray(np.isfinite(vectors).all(axis=1)).tolist()
         found: list[npt.NDArray[Any] | None] = [None] * len(column)
         rejects = {}
-        for i in np.flatnonzero(lengths != self._width).tolist():
+        for i in np.flatnonzero((lengths != self._width) | (lengths == 0)).tolist():
             null = lengths[i] < 0
-            why = "" if null else f"the vector has {lengths[i]} numbers, not {self._width}"
+            wanted = f", not {self._width}" if self._width else ""
+            why = "" if null else f"the vector has {lengths[i]} numbers{wanted}"
             rejects[i] = Reject("null_vector" if null else "bad_vector", why)
         for i, vector, hole, is_finite in zip(good.tolist(), vectors, holes, finite, strict=True):
             if hole:
@@ -51,14 +55,18 @@ class VectorReader:
 
 
 def width_of_vectors(plan: InputPlan, config: RunConfig) -> int:
-    """Numbers of the first vector there is; 0 where there is none."""
+    """The commonest number of numbers among the first vectors; 0 where there is no vector."""
     kind = plan.columns.field(config.text_column).type
     if pa.types.is_fixed_size_list(kind):
         return int(kind.list_size)
+    if pa.types.is_null(kind):
+        return 0
     reader = ShardReader(plan, replace(config, keep_columns=(), exclude_column=None, candidates_column=None))
     for shard in plan.shards(16_384):
+        lengths: Counter[int] = Counter()
         for piece in reader.read(shard):
-            lengths = pc.list_value_length(piece.prompts).drop_null()
-            if len(lengths):
-                return int(lengths[0].as_py())
+            lengths.update(pc.list_value_length(piece.prompts).drop_null().to_pylist())
+        lengths.pop(0, None)
+        if lengths:
+            return lengths.most_common(1)[0][0]
     return 0

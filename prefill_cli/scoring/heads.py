@@ -189,13 +189,14 @@ class PairHead:
         return torch.mv(x, self.last).add_(self.last_bias)
 
     def reach_and_error(self, users: Tensor, largest: npt.NDArray[np.float64]) -> tuple[Any, Any]:
-        """[n] the largest score that is possible, and by how much `scanned` may miss `exact`.
+        """[n] the largest number that is possible in any layer, and by how much `scanned` may miss `exact`.
 
         users [n, hidden]; largest [hidden]: the largest magnitude of the items' parts. Layer by layer: no activation's value
         is larger than its argument's; sums are off by at most what topk.py says of them, and each activation by 8 units.
         """
         unit = 2.0**-24
         reach = users.double().abs() + torch.from_numpy(largest)
+        most = reach.amax(1)
         error = (STEEPEST + 8) * unit * reach
         for weight, offset in (*self.middle, (self.last[None], self.last_bias)):
             w, b = weight.double().abs(), offset.double().abs()
@@ -203,4 +204,5 @@ class PairHead:
             error = error @ w.T
             reach = reach @ w.T + b
             error = STEEPEST * (error + rounding * reach) + 8 * unit * reach
-        return reach[:, 0].numpy(), error[:, 0].numpy()
+            most = torch.maximum(most, reach.amax(1))
+        return most.numpy(), error[:, 0].numpy()

@@ -227,7 +227,7 @@ def id_column(path: Path, name: str) -> pa.Array:
 def _provenance(path: str, stored: bytes | str | None) -> dict[str, Any]:
     try:
         value = json.loads(stored) if stored else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ItemsError(f"{path}: the metadata {PROVENANCE_KEY!r} is not JSON") from None
     return value if isinstance(value, dict) else {}
 

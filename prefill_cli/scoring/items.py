@@ -117,7 +117,8 @@ def _wanted_width(config: RunConfig, width: int, user_width: int, head_width: in
     """The columns of the item file that are scored: it may be as wide as the users' vectors, or as --dims cuts them."""
     wanted = head_width or config.dims or user_width
     if config.dims and config.dims > user_width:
-        raise UsageError(f"--dims {config.dims} is more than the model's width of {user_width}")
+        whose = "model" if config.model else "input"
+        raise UsageError(f"--dims {config.dims} is more than the {whose}'s width of {user_width}")
     if head_width and width != head_width:
         raise ItemsError(
             f"{config.items}: embeddings are {width} wide, but --head {config.head} takes items of {head_width}"

@@ -34,7 +34,7 @@ PAIR_BLOCK = 2_048  # items whose parts for one user stay in a core's cache
 EXACT_PAIRS = 16_384
 SCAN_CELLS = 1 << 26  # scores of a block: 256 MB
 RUN = 64  # neighbouring scores whose largest decides first
-LARGEST = 3e38  # that bfloat16 can hold, less a little
+LARGEST = 1e37  # length of a vector with which bounds, and sums in bfloat16, stay finite
 
 
 class Survivors(NamedTuple):
@@ -62,16 +62,16 @@ def error_of(queries: Floats, scanned: Floats, items: Items, padded: int, result
     gamma = (2 * padded + 16) * UNIT_ROUNDOFF / (1 - (2 * padded + 16) * UNIT_ROUNDOFF) + result_error
     largest = np.abs(wide).max(1, initial=0) + items.norms.max()
     up = 1 + 1e-5  # for rounding these themselves
-    return ErrorOf(
-        *(
-            (up * x).astype(np.float32)
+    with np.errstate(over="ignore"):  # _too_large sees to it
+        rounded = (
+            np.nextafter((up * x).astype(np.float32), np.float32(np.inf))  # up, among subnormals too
             for x in (
                 lost + gamma * kept + 16 * UNIT_ROUNDOFF * whole,
                 kept * (1 + gamma),
                 16 * UNIT_ROUNDOFF * bias + 4 * padded * TINY * (1 + largest),
             )
         )
-    )
+        return ErrorOf(*rounded)
 
 
 class KernelScan:
@@ -85,8 +85,6 @@ class KernelScan:
         self.lanes = torch.get_num_threads()
         self.pool = ThreadPoolExecutor(self.lanes, "search", torch.set_num_threads, (1,))
         self.dtype = dtype or ("bfloat16" if torch.cpu._is_amx_tile_supported() else "float32")
-        if items.norms.max() > LARGEST:
-            self.dtype = "float32"
         self._padded = -(-items.width // 32) * 32 if self.dtype == "bfloat16" else items.width
         self._bias = items.bias
         if allowed is not None:  # what nobody may get scores less than anything
@@ -139,6 +137,9 @@ class KernelScan:
             self._places = np.empty(parts * n * room, FOUND)  # kept: the system takes its time to give new memory
         found = self._places[: parts * n * room].reshape(parts, n, room)
         counts = np.zeros((parts, n), np.int64)
+        too_large = _too_large(queries, self._items)
+        counts[:, too_large] = -1
+        queries = np.where(too_large[:, None], np.float32(0), queries)
         prepared = [self._prepare(queries[group]) for group in groups]
         lists = filters.exclude.lists(n), filters.candidates.lists(n)
         tasks = []
@@ -201,6 +202,7 @@ class _State:
         n, own = len(error.of_norm), len(counts)
         self.floors = np.full(n, -np.finfo(np.float32).max / 2, np.float32)
         self.floors[own:] = np.inf  # filling
+        self.floors[:own][counts < 0] = np.inf  # nothing is kept for them
         limits = None if limited is None else np.ascontiguousarray(limited[group], np.uint8)
         pointed: list[Any] = [error.of_norm, error.of_residual, error.constant, self.floors, counts, found]
         for offsets, items in lists:
@@ -213,11 +215,17 @@ class _State:
         self.scan = Scan(n, k, found.shape[1], *(None if x is None else x.ctypes.data for x in self._owned))
 
 
+def _too_large(queries: Floats, items: Items) -> npt.NDArray[np.bool_]:
+    """[n] queries that a scan can prove nothing of: they, or an item, are so long that a bound would be infinite."""
+    lengths = np.sqrt(np.square(queries, dtype=np.float64).sum(1))
+    return np.asarray((lengths > LARGEST) | bool(items.norms.max() > LARGEST))
+
+
 def _tile_maxima(values: npt.NDArray[np.float64]) -> Floats:
     """The largest of each TILE neighbours, rounded up."""
     largest = np.maximum.reduceat(values, np.arange(0, len(values), TILE)) * (1 + 1e-6)
-    with np.errstate(over="ignore"):
-        return largest.astype(np.float32)
+    with np.errstate(over="ignore"):  # _too_large sees to it
+        return np.nextafter(largest.astype(np.float32), np.float32(np.inf))
 
 
 class TorchScan:
@@ -227,7 +235,7 @@ class TorchScan:
         self._items, self._device = items, device
         cuda = device.startswith("cuda")
         native = cuda and torch.cuda.get_device_capability(torch.device(device)) >= (8, 0)
-        self.dtype = dtype or ("bfloat16" if native and items.norms.max() < LARGEST else "float32")
+        self.dtype = dtype or ("bfloat16" if native else "float32")
         self._denied = None if allowed is None else torch.from_numpy(~allowed).to(device)
         self._largest = float(items.norms.max())
         half = self.dtype == "bfloat16"
@@ -250,14 +258,15 @@ class TorchScan:
         """See KernelScan."""
         torch.set_float32_matmul_precision("highest")  # TF32 or bfloat16 products would break the bound
         items, device, n = self._items, self._device, len(queries)
-        prepared, bound = self._prepare(queries)
+        too_large = _too_large(queries, items)
+        prepared, bound = self._prepare(np.where(too_large[:, None], np.float32(0), queries))
         margin = torch.from_numpy(2 * bound * (1 + 1e-5)).float().to(device)[:, None]
         mask = _Mask(filters, device)
         best = torch.full((n, 1), -torch.inf, device=device)
         floor = best - margin
         pairs: list[tuple[Tensor, Tensor, Tensor]] = []
         held = torch.zeros(n, dtype=torch.int64, device=device)
-        gone = torch.zeros(n, dtype=torch.bool, device=device)
+        gone = torch.from_numpy(too_large).to(device)
         step = self._block if self._keep or self._kept else max(RUN, min(self._block, SCAN_CELLS // n // RUN * RUN))
         for first in range(0, len(items), step):
             stop = min(first + step, len(items))

@@ -14,6 +14,7 @@ from prefill_cli.data import manifest
 from prefill_cli.data.inputs import PARQUET_SUFFIXES, find_files, plan_inputs, read_footer
 from prefill_cli.data.results import REJECTS_FOLDER
 from prefill_cli.data.tokenization import PromptTokenizer, load_tokenizer
+from prefill_cli.data.vectors import width_of_vectors
 from prefill_cli.encoding.loading import load_base_model, open_model_folder
 from prefill_cli.errors import InputError, OutputError, PrefillScoreError
 from prefill_cli.matrices import MATRIX_SUFFIXES, metadata_of
@@ -55,6 +56,8 @@ def _kind(path: Path, config: RunConfig) -> tuple[str, Any]:
     if path.suffix in MATRIX_SUFFIXES:
         return "items", _items
     names = read_footer(find_files([str(path)])[0]).schema.names
+    if config.embedding_column in names and config.id_column in names and config.item_id_column not in names:
+        return "vectors", _vectors
     return ("items", _items) if config.embedding_column in names else ("prompts", _prompts)
 
 
@@ -90,6 +93,12 @@ def _items(path: Path, config: RunConfig, facts: dict[str, Any]) -> None:
         "norms": f"{low:.4g} / {middle:.4g} / {high:.4g} (least / median / greatest)",
         "provenance": json.dumps(items.provenance) if items.provenance else "not stored",
     }
+
+
+def _vectors(path: Path, config: RunConfig, facts: dict[str, Any]) -> None:
+    config = replace(config, inputs=(str(path),), vector_column=config.vector_column or config.embedding_column)
+    plan = plan_inputs(config)
+    facts |= {"rows": f"{plan.rows:,}", "width": width_of_vectors(plan, config), "id_type": str(plan.id_type)}
 
 
 def _head(path: Path, config: RunConfig, facts: dict[str, Any]) -> None:
