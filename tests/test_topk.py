@@ -300,7 +300,7 @@ def test_a_user_near_whose_kth_item_are_too_many_is_scored_against_everything(mo
     assert table(run(queries, mixed, 25), 25)[0].tolist() == expected
     assert len(gone) == 4, "the others are not slowed down"
     assert wider == [(), (), (2,)]
-    near = np.concatenate([np.ones(200, np.float32), rising[:300, 0] / 1000])[:, None]
+    near = np.concatenate([np.ones(120, np.float32), rising[:380, 0] / 1000])[:, None]
     gone.clear()
     assert table(run(np.ones((2, 1)), near, 25), 25)[0].tolist() == [list(range(25))] * 2
     assert not gone, "a list of twice the room was enough"

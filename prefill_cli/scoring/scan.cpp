@@ -63,7 +63,7 @@ static void cut_back(const Scan& s, int64_t q) {
   s.floors[q] = std::max(s.floors[q], list[s.k - 1].lower);
   const float floor = s.floors[q];
   s.counts[q] = std::partition(list, list + s.counts[q], [floor](const Found& f) { return f.upper >= floor; }) - list;
-  if (s.counts[q] > s.room - s.room / 4) {  // too many near the k-th: another way will do this query
+  if (s.counts[q] > s.room - std::max<int64_t>(1, s.room / 4)) {  // too many near the k-th: another way will do this query
     s.counts[q] = GONE;
     s.floors[q] = INFINITY;
   }
@@ -188,7 +188,7 @@ template <int N> static void pair_scores_of(const float* const (&q)[N], const fl
 // Where pairs are many for so many vectors, those of neighbouring vectors are done together, so that each is read once.
 extern "C" void pair_scores(const float* queries, const float* vectors, int64_t width, int64_t count, const int64_t* users,
                             const int64_t* vector_rows, const float* bias, const int64_t* rows, int64_t m, float* out) {
-  constexpr int64_t NEIGHBOURS = 128, TOGETHER = 4, AHEAD = 8;
+  constexpr int64_t NEIGHBOURS = 512, TOGETHER = 8, AHEAD = 8;
   std::vector<int64_t> order;
   if (m > count / 4) {
     std::vector<int64_t> places(count / NEIGHBOURS + 2);

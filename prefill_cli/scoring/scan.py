@@ -24,7 +24,7 @@ from prefill_cli.scoring.matrix import SHARE_OF_MEMORY
 Floats = npt.NDArray[np.float32]
 UNIT_ROUNDOFF = 2.0**-24  # of float32
 TINY = float(np.finfo(np.float32).tiny)
-ROOM = 1_024  # places of a query's list beside 4 k: what a scan keeps before it looks for the k best of it
+ROOM = 1_024  # places of a query's list beside 2 k: what a scan keeps before it looks for the k best of it
 GROUP_BYTES = 1 << 20  # of a group's queries, which stay in a core's cache while the items pass by
 GROUP_QUERIES = 256
 STREAM_BYTES = 64 << 20  # of items that are converted at once where the memory does not hold all
@@ -125,7 +125,7 @@ class KernelScan:
 
     def room(self, k: int, times: int = 1) -> int:
         """Places of a query's list."""
-        return min(times * (4 * k + ROOM), len(self._items) + 1)
+        return min(times * (2 * k + ROOM), len(self._items) + 1)
 
     def survivors(self, queries: Floats, k: int, filters: Filters, times: int = 1) -> Survivors:
         """Of n queries [n, d], after the filters. times: how often the usual room a list has."""
@@ -252,7 +252,7 @@ class TorchScan:
 
     def room(self, k: int, times: int = 1) -> int:
         """Pairs of a query that are held at once."""
-        return times * (4 * k + ROOM)
+        return times * (2 * k + ROOM)
 
     def survivors(self, queries: Floats, k: int, filters: Filters, times: int = 1) -> Survivors:
         """See KernelScan."""
