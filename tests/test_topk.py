@@ -416,7 +416,7 @@ def test_memory_mapped_items_and_read_only_queries_are_searched_without_a_warnin
     assert_exact(queries, vectors, 8, bias=bias)
 
 
-def test_reduced_precision_that_somebody_set_for_products_does_not_reach_the_scan():
+def test_reduced_precision_that_somebody_set_for_products_does_not_reach_the_scan(sizes):
     rng = np.random.default_rng(12)
     vectors = integers(rng, (4000, 64), 1000)
     torch.set_float32_matmul_precision("medium")  # bfloat16 products, on CPUs that have them

@@ -157,7 +157,7 @@ class ItemIndex:
             near = joined.is_valid().to_numpy(zero_copy_only=False)
             found = pc.fill_null(joined, 0).to_numpy().astype(np.int64)
         else:
-            ascending = np.argsort(numbers)  # neighbours in the cache: ten times as fast as at random
+            ascending = np.argsort(numbers)  # neighbours in the cache: with this sort, a third of the time at random
             found = np.empty(len(numbers), np.int64)
             found[ascending] = np.minimum(np.searchsorted(ids, numbers[ascending]), len(ids) - 1)
             near = ids[found] == numbers

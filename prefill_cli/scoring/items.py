@@ -6,6 +6,7 @@ npy (memory-mapped). Files without ids take them from --item-ids, else the row n
 
 import logging
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,16 @@ class Items:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @cached_property
+    def largest_norm(self) -> float:
+        """Length of the longest vector."""
+        return float(self.norms.max())
+
+    @cached_property
+    def largest_bias(self) -> float:
+        """The largest magnitude of a bias."""
+        return 0.0 if self.bias is None else float(np.abs(self.bias).max())
 
     @property
     def width(self) -> int:

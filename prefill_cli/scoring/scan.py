@@ -18,7 +18,7 @@ from prefill_cli.machine import free_memory
 from prefill_cli.scoring.filters import Filters, Pairs
 from prefill_cli.scoring.heads import PairHead, tensor
 from prefill_cli.scoring.items import Items
-from prefill_cli.scoring.kernels import FOUND, MARKS, MOST_QUERIES, TILE, Kernels, Scan
+from prefill_cli.scoring.kernels import FOUND, MOST_QUERIES, TILE, Kernels, Scan
 from prefill_cli.scoring.matrix import SHARE_OF_MEMORY
 
 Floats = npt.NDArray[np.float32]
@@ -58,9 +58,8 @@ def error_of(queries: Floats, scanned: Floats, items: Items, padded: int, result
     """The E of the proof. scanned: the queries as they are multiplied. result_error: relative, of a rounded result."""
     wide, low = queries.astype(np.float64), scanned.astype(np.float64)
     lost, kept, whole = (np.sqrt(np.square(x).sum(1)) for x in (wide - low, low, wide))
-    bias = 0.0 if items.bias is None else float(np.abs(items.bias).max())
     gamma = (2 * padded + 16) * UNIT_ROUNDOFF / (1 - (2 * padded + 16) * UNIT_ROUNDOFF) + result_error
-    largest = np.abs(wide).max(1, initial=0) + items.norms.max()
+    largest = np.abs(wide).max(1, initial=0) + items.largest_norm
     up = 1 + 1e-5  # for rounding these themselves
     with np.errstate(over="ignore"):  # _too_large sees to it
         rounded = (
@@ -68,7 +67,7 @@ def error_of(queries: Floats, scanned: Floats, items: Items, padded: int, result
             for x in (
                 lost + gamma * kept + 16 * UNIT_ROUNDOFF * whole,
                 kept * (1 + gamma),
-                16 * UNIT_ROUNDOFF * bias + 4 * padded * TINY * (1 + largest),
+                16 * UNIT_ROUNDOFF * items.largest_bias + 4 * padded * TINY * (1 + largest),
             )
         )
         return ErrorOf(*rounded)
@@ -205,20 +204,17 @@ class _State:
         self.floors[:own][counts < 0] = np.inf  # nothing is kept for them
         limits = None if limited is None else np.ascontiguousarray(limited[group], np.uint8)
         pointed: list[Any] = [error.of_norm, error.of_residual, error.constant, self.floors, counts, found]
-        for offsets, items in lists:
+        for (offsets, items), asked in zip(lists, (len(lists[0][1]) > 0, limits is not None), strict=True):
             of_group = offsets[group.start : group.stop + 1]
-            pointed += [of_group, items, kernels.marks(of_group, items)] if len(items) else [None] * 3
+            pointed += [of_group, items, kernels.marks(of_group, items)] if asked else [None] * 3
         self._owned = (*pointed, limits)
-        if limits is not None and not len(lists[1][1]):  # nobody of them may get anything
-            pointed[-3:] = [nothing := np.zeros(own + 1, np.int64), nothing, np.zeros((own, MARKS), np.uint64)]
-            self._owned = (*pointed, limits)
         self.scan = Scan(n, k, found.shape[1], *(None if x is None else x.ctypes.data for x in self._owned))
 
 
 def _too_large(queries: Floats, items: Items) -> npt.NDArray[np.bool_]:
     """[n] queries that a scan can prove nothing of: they, or an item, are so long that a bound would be infinite."""
     lengths = np.sqrt(np.square(queries, dtype=np.float64).sum(1))
-    return np.asarray((lengths > LARGEST) | bool(items.norms.max() > LARGEST))
+    return np.asarray((lengths > LARGEST) | (items.largest_norm > LARGEST))
 
 
 def _tile_maxima(values: npt.NDArray[np.float64]) -> Floats:
@@ -237,7 +233,7 @@ class TorchScan:
         native = cuda and torch.cuda.get_device_capability(torch.device(device)) >= (8, 0)
         self.dtype = dtype or ("bfloat16" if native else "float32")
         self._denied = None if allowed is None else torch.from_numpy(~allowed).to(device)
-        self._largest = float(items.norms.max())
+        self._largest = items.largest_norm
         half = self.dtype == "bfloat16"
         itemsize = 2 if half else 4
         self._keep = cuda and len(items) * items.width * itemsize < SHARE_OF_MEMORY * free_memory(device)
@@ -256,7 +252,6 @@ class TorchScan:
 
     def survivors(self, queries: Floats, k: int, filters: Filters, times: int = 1) -> Survivors:
         """See KernelScan."""
-        torch.set_float32_matmul_precision("highest")  # TF32 or bfloat16 products would break the bound
         items, device, n = self._items, self._device, len(queries)
         too_large = _too_large(queries, items)
         prepared, bound = self._prepare(np.where(too_large[:, None], np.float32(0), queries))
@@ -360,8 +355,7 @@ class PairScan(TorchScan):
 
     def overflowing(self, queries: Floats) -> npt.NDArray[np.bool_]:
         """[n] users whose scores might leave the range of float32."""
-        bias = 0.0 if self._items.bias is None else float(np.abs(self._items.bias).max())
-        reach = self._head.reach_and_error(self._head.users(queries), self._largest_part)[0] + bias
+        reach = self._head.reach_and_error(self._head.users(queries), self._largest_part)[0] + self._items.largest_bias
         too_far: npt.NDArray[np.bool_] = ~(reach < np.finfo(np.float32).max / 4)
         return too_far
 
@@ -379,8 +373,7 @@ class PairScan(TorchScan):
     def _prepare(self, queries: Floats) -> tuple[Tensor, npt.NDArray[np.float64]]:
         parts = self._head.users(queries)
         reach, error = self._head.reach_and_error(parts, self._largest_part)
-        bias = 0.0 if self._items.bias is None else float(np.abs(self._items.bias).max())
-        return parts.to(self._device), error + 16 * UNIT_ROUNDOFF * (reach + bias) + TINY
+        return parts.to(self._device), error + 16 * UNIT_ROUNDOFF * (reach + self._items.largest_bias) + TINY
 
     def _scores(self, prepared: Tensor, first: int, stop: int) -> Tensor:
         items = self._on_device(first, stop)

@@ -33,6 +33,7 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from prefill_cli.scoring.filters import Filters, Pairs
 from prefill_cli.scoring.heads import PairHead
@@ -100,9 +101,10 @@ class Catalogue:
         """[n] users whose scores might leave the range of float32, where no order could be told any more."""
         if self.head and isinstance(self.scan, PairScan):
             return self.scan.overflowing(queries)
-        bias = 0.0 if self.items.bias is None else float(np.abs(self.items.bias).max())
         with np.errstate(over="ignore"):
-            reach = np.sqrt(np.square(queries, dtype=np.float64).sum(axis=1)) * float(self.items.norms.max()) + bias
+            reach = (
+                np.sqrt(np.square(queries, dtype=np.float64).sum(axis=1)) * self.items.largest_norm + self.items.largest_bias
+            )
         too_far: npt.NDArray[np.bool_] = ~(reach < np.finfo(np.float32).max / 4)
         return too_far
 
@@ -112,6 +114,7 @@ def search(queries: npt.NDArray[np.float32], catalogue: Catalogue, k: int, filte
 
     queries: [n, d] finite, d = catalogue.items.width, or the head's. filters: of the same n users.
     """
+    torch.set_float32_matmul_precision("highest")  # TF32 or bfloat16 products, which somebody may have set, break the bound
     k = min(k, len(catalogue.items))
     queries = np.ascontiguousarray(queries, np.float32)
     starts = _passes(len(queries), catalogue, k, filters)
