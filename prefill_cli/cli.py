@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from prefill_cli import __version__, console
-from prefill_cli.config import RunConfig, option, resolve
+from prefill_cli.config import RunConfig, option, resolve, seconds, size_bytes
 from prefill_cli.errors import Interrupted, ModelError, PrefillScoreError, UsageError
 
 ClickError: type[Any] = typer.BadParameter.__mro__[2]  # ClickException: click's own or Typer's copy of it, by version
@@ -146,6 +146,8 @@ ShardRowsOption = Annotated[
 ]
 CompileOption = Annotated[Switch, switch("compile", "Compile kernels (where the work is worth it).", RUN)]
 JsonOption = Annotated[Switch, switch("json", "Print the summary as one JSON object, on a terminal too.", RUN)]
+TimeLimitOption = Annotated[Text, opt("time_limit", "Stop after so long; the same command goes on.", RUN, metavar="3h30m")]
+MetricsFileOption = Annotated[File, opt("metrics_file", "Write the run's figures there in Prometheus' text format.", RUN)]
 QuietOption = Annotated[Switch, switch("quiet", "Warnings and errors only on stderr.", RUN)]
 LogFormatOption = Annotated[Text, opt("log_format", "Of the messages on stderr.", RUN, metavar="text|json")]
 
@@ -214,6 +216,9 @@ def run(
     ] = None,
     compile: CompileOption = None,
     share: Annotated[Switch, switch("share", "Encode equal prompts and shared prefixes once (on).", RUN)] = None,
+    cache: Annotated[File, opt("cache", "Folder of users' vectors that are kept between runs.", RUN)] = None,
+    time_limit: TimeLimitOption = None,
+    metrics_file: MetricsFileOption = None,
     offline: Annotated[Switch, switch("offline", "Never ask the network.", RUN)] = None,
     trust_remote_code: Annotated[
         Switch, switch("trust_remote_code", "Run Python code from the model's folder.", RUN)
@@ -283,6 +288,8 @@ def search(
     max_rejects: MaxRejectsOption = None,
     shard_rows: ShardRowsOption = None,
     compile: CompileOption = None,
+    time_limit: TimeLimitOption = None,
+    metrics_file: MetricsFileOption = None,
     json: JsonOption = None,
     quiet: QuietOption = None,
     log_format: LogFormatOption = None,
@@ -348,6 +355,32 @@ def inspect(
         findings = [inspect_path(path, settings) for path in paths]
         console.print_findings(findings, json)
         raise typer.Exit(next((f.exit_code for f in findings if f.exit_code), 0))
+
+
+@app.command(cls=SectionedHelp, short_help="See and prune the vectors kept between runs.")
+def cache(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", readable=False, help="The folder that run --cache names.")],
+    prune: Annotated[bool, typer.Option("--prune", help="Remove what the limits say and compact the rest.")] = False,
+    older_than: Annotated[Text, typer.Option("--older-than", metavar="30d", help="Prune: not used for so long.")] = None,
+    max_size: Annotated[
+        Text, typer.Option("--max-size", metavar="50GB", help="Prune: those unused longest, until the rest fits.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show what a vector cache holds, how often it served and how long vectors were not used; or prune it.
+
+    Example: prefill-score cache vectors --prune --older-than 30d --max-size 50GB
+    """
+    with exits():
+        console.listen()
+        if not prune and (older_than or max_size):
+            raise UsageError("--older-than and --max-size go with --prune")
+        age = None if older_than is None else seconds(older_than, "--older-than")
+        size = None if max_size is None else size_bytes(max_size, "--max-size")
+        from prefill_cli.tools import cache as tool
+
+        pruned = tool.prune(folder, age, size) if prune else None
+        console.print_cache(tool.describe(folder), pruned, json)
 
 
 Prompts = Annotated[

@@ -85,6 +85,9 @@ class RunConfig:
     shard_rows: int = 16_384
     max_rejects: str = field(default="1%", metadata=NOT_IN_ANSWER)
     overwrite: bool = field(default=False, metadata=NOT_IN_ANSWER)
+    cache: Path | None = field(default=None, metadata=NOT_IN_ANSWER)
+    time_limit: str | None = field(default=None, metadata=NOT_IN_ANSWER)
+    metrics_file: Path | None = field(default=None, metadata=NOT_IN_ANSWER)
     offline: bool = field(default=False, metadata=NOT_IN_ANSWER)
     trust_remote_code: bool = False
     json: bool = field(default=False, metadata=NOT_IN_ANSWER)
@@ -109,6 +112,8 @@ class RunConfig:
             raise UsageError("--append-eos with --token-ids-column: ready-made token ids are used as they are")
         if self.score == "mlp" and not self.head:
             raise UsageError("--score mlp needs --head FILE, the network that scores a user and an item")
+        if self.time_limit is not None:
+            seconds(self.time_limit, "--time-limit")
         self.allowed_rejects(0)
         self._check_spelling()
 
@@ -140,6 +145,31 @@ class RunConfig:
         """All options as JSON values, for the manifest."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {k: str(v) if isinstance(v, Path) else list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+def seconds(text: str, what: str) -> float:
+    """A length of time like 90s, 45m, 3h30m or 30d.
+
+    Raises:
+        UsageError: it is none, or zero.
+    """
+    match = re.fullmatch(r"(?:(\d{1,6})d)?(?:(\d{1,6})h)?(?:(\d{1,6})m)?(?:(\d{1,6})s)?", text.strip().lower())
+    found = sum(int(n or 0) * unit for n, unit in zip(match.groups(), (86_400, 3_600, 60, 1), strict=True)) if match else 0
+    if not found:
+        raise UsageError(f"{what} must be a length of time like 3h30m, 45m or 30d, not {text!r}")
+    return float(found)
+
+
+def size_bytes(text: str, what: str) -> int:
+    """A size like 500MB, 50GB or 2GiB.
+
+    Raises:
+        UsageError: it is none.
+    """
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt]?)(i?)b", text.strip().lower())
+    if not match:
+        raise UsageError(f"{what} must be a size like 500MB or 50GB, not {text!r}")
+    return int(Fraction(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " "))
 
 
 def option(name: str) -> str:

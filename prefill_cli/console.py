@@ -15,7 +15,7 @@ LINE_EVERY_SEC = 30.0
 SUMMARY = (  # what a person wants to see first, and how
     ("status", "{}"), ("output", "{}"), ("rows", "{:,}"), ("rows_out", "{:,}"), ("rejects", "{:,}"), ("tokens", "{:,}"),
     ("truncated_rows", "{:,}"), ("control_token_rows", "{:,}"), ("empty_lists", "{:,}"), ("unknown_ids", "{:,}"),
-    ("shards", "{:,}"), ("batches", "{:,}"), ("encoder", "{}"), ("start_sec", "{:.2f}"),
+    ("cached_rows", "{:,}"), ("shards", "{:,}"), ("batches", "{:,}"), ("encoder", "{}"), ("start_sec", "{:.2f}"),
     ("encode_sec", "{:.2f}"), ("search_sec", "{:.2f}"), ("wall_sec", "{:.2f}"),
     ("tokens_per_sec", "{:,.0f}"), ("device", "{}"), ("dtype", "{}"),
 )  # fmt: skip
@@ -205,6 +205,44 @@ def print_findings(findings: list[Any], as_json: bool) -> None:
         problem = [("problem", finding.problem)] if finding.problem else []
         print_table([(str(finding.path), finding.kind), *((k, str(v)) for k, v in finding.facts.items()), *problem])
         give("")
+
+
+def print_cache(described: dict[str, Any], pruned: dict[str, Any] | None, as_json: bool) -> None:
+    """What `cache` found and did: a table for each way of making vectors."""
+    if as_json:
+        give(json.dumps(described | {"pruned": pruned}, ensure_ascii=False))
+        return
+    if pruned:
+        give(f"pruned: {pruned['vectors_before']:,} vectors before, {pruned['vectors']:,} now\n")
+    print_table(
+        [
+            ("cache", described["cache"]),
+            ("vectors", f"{described['vectors']:,}"),
+            ("size", f"{described['bytes'] / 1e6:,.1f} MB, {described['free_bytes'] / 1e9:,.1f} GB are free"),
+        ]
+    )
+    for space in described["spaces"]:
+        rate, days = space["hit_rate"], space["days_since_use"]
+        made_by = (f"{name} {_short(value)}" for name, value in space["made_by"].items() if value)
+        rows = [
+            ("\nspace", f"\n{space['space']}"),
+            ("made by", ", ".join(made_by)),
+            ("vectors", f"{space['vectors']:,}, {space['width']} wide, in {space['segments']:,} segments"),
+            ("size", f"{space['bytes'] / 1e6:,.1f} MB"),
+            ("hit rate", "no run has used it yet" if rate is None else f"{rate:.1%} in the last runs"),
+        ]
+        if days:
+            rows.append(("last used", ", ".join(f"{name} {value:,.1f}" for name, value in days.items()) + " days ago"))
+        rows += [("left out", f"{name}: {why}") for name, why in space["left_out"].items()]
+        if space["torn_files"]:
+            rows.append(("torn files", f"{space['torn_files']:,}; --prune removes them"))
+        print_table(rows)
+
+
+def _short(value: Any) -> str:
+    """A digest as its beginning, anything else as it is."""
+    text = str(value)
+    return text[:12] if len(text) == 64 else text
 
 
 def print_bench(measured: dict[str, Any], as_json: bool) -> None:

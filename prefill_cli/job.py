@@ -13,6 +13,7 @@ import pyarrow as pa
 from prefill_cli.arrow import working_type
 from prefill_cli.config import RunConfig
 from prefill_cli.data import manifest, results
+from prefill_cli.data.cache import Space, VectorCache, folder_of, segment_names
 from prefill_cli.data.inputs import InputPlan, Shard, plan_inputs
 from prefill_cli.data.staging import Staging, output_folder
 from prefill_cli.data.tokenization import PromptTokenizer, load_tokenizer
@@ -57,6 +58,7 @@ class Job:
     compile_search: bool
     head: Head | None
     probe: bool  # whether the first encoder may choose another budget
+    cached: tuple[str, ...]  # the segments of the cache that this run sees
     staging: Staging
 
     def catalogue(self) -> Catalogue:
@@ -89,11 +91,44 @@ class Job:
     @property
     def choices(self) -> dict[str, Any]:
         """What a resume repeats, whatever it is told: other batches or kernels round in other ways."""
-        return {"max_batch_tokens": self.max_batch_tokens, "encoder": self.encoder, "compile": self.compile}
+        return {
+            "max_batch_tokens": self.max_batch_tokens,
+            "encoder": self.encoder,
+            "compile": self.compile,
+            "cached": self.cached,
+        }
+
+    def open_cache(self) -> VectorCache | None:
+        """The vectors that are kept between runs, as they were when this run first began."""
+        if not (self.config.cache and self.folder):
+            return None
+        return VectorCache(self.config.cache, vector_space(self, self.folder), self.cached, self.user_width)
 
     @property
     def shards(self) -> list[Shard]:
         return self.plan.shards(self.config.shard_rows)
+
+
+def vector_space(job: Job, folder: ModelFolder) -> Space:
+    """Everything that makes a vector of token ids, by names that users know.
+
+    The budget and sharing are not in it: the packed encoder gives the same bits for any. Another PyTorch, Transformers or
+    release of ours may round in another way, so each makes its own vectors.
+    """
+    versions = manifest.versions()
+    return {
+        "model_weights_sha256": folder.weights_sha256,
+        "model_files_sha256": folder.files_sha256,
+        "trust_remote_code": job.config.trust_remote_code,
+        "device": job.device.partition(":")[0],
+        "dtype": job.dtype,
+        "pooling": folder.pooling,
+        "dims": job.config.dims,
+        "normalize": job.normalizes,
+        "encoder": job.encoder,
+        "compile": job.compile,
+        **{name: versions[name] for name in ("prefill-score", "torch", "transformers")},
+    }
 
 
 def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
@@ -127,9 +162,13 @@ def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
         encoder=config.encoder,
         compile=pays(COMPILE_FROM, tokens, folder, device) if config.compile is None else config.compile,
         probe=not config.max_batch_tokens and pays(PROBE_FROM, tokens, folder, device),
+        cached=(),
         staging=Staging(out),
         **scored,
     )
+    if config.cache:
+        with os_errors_as(OutputError, "--cache"):
+            job = replace(job, cached=tuple(segment_names(folder_of(config.cache, vector_space(job, folder)))))
     log.info(
         "%s rows in %s, %s items, %s in %s on %s, at most %s tokens a prompt",
         f"{plan.rows:,}",
@@ -167,6 +206,7 @@ def plan_search(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
         encoder="stored",
         compile=False,
         probe=False,
+        cached=(),
         staging=Staging(out),
         **scored,
     )

@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from prefill_cli.config import RunConfig
 from prefill_cli.data import manifest, results
+from prefill_cli.data.cache import Known
 from prefill_cli.data.inputs import Shard
 from prefill_cli.data.prompts import ShardReader
 from prefill_cli.data.rejects import Reject
@@ -101,7 +102,9 @@ class Read:
 
     shard: Shard
     rows: ShardRows
+    known: Known | None  # what a cache knows of them
     sec: float
+    cache_sec: float
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ class Vectors:
     max_batch_tokens: int
     sec: float
     start_sec: float
+    fresh: npt.NDArray[np.int64]  # rows that were encoded now
 
 
 class Worker:
@@ -123,49 +127,61 @@ class Worker:
         began = time.perf_counter()
         self._job = job
         self._reader = ShardReader(job.plan, job.config)
-        self._encoder: Encoder | None = None
-        self._model: Any = None
-        if job.folder:
-            self._model = load_base_model(job.folder, job.device, job.dtype, job.config.trust_remote_code)
-        else:
-            self._encoder = StoredVectors(job.config.dims, job.normalizes)
+        self._encoder: Encoder | None = None if job.folder else StoredVectors(job.config.dims, job.normalizes)
         self._index = ItemIndex(job.items.ids)
         self._catalogue = job.catalogue()
+        self._cache = job.open_cache()
         self._start_sec = time.perf_counter() - began
 
     def read(self, shard: Shard) -> Read:
-        """Read and tokenise."""
+        """Read, tokenise, and look up what is known."""
         began = time.perf_counter()
         rows = read_rows(self._reader, self._job.tokenize, self._job.plan, self._job.config.id_column, shard)
-        return Read(shard, rows, time.perf_counter() - began)
+        middle = time.perf_counter()
+        known = self._cache.look_up(rows.input_ids) if self._cache is not None else None
+        return Read(shard, rows, known, middle - began, time.perf_counter() - middle)
 
     def encode(self, read: Read, on_batch: OnBatch) -> Vectors:
-        """The prefill pass. The first prompts of all also decide whether the fast encoder serves."""
-        input_ids = read.rows.input_ids
-        if self._encoder is None and self._job.folder:
+        """The prefill pass, for what is not known. The first prompts of all also decide whether the fast encoder serves."""
+        job, input_ids, known = self._job, read.rows.input_ids, read.known
+        fresh = np.arange(len(input_ids)) if known is None else np.flatnonzero(~known.found)
+        if len(fresh) < len(input_ids):
+            on_batch(len(input_ids) - len(fresh), 0)
+        if not len(fresh):
+            start_sec, self._start_sec = self._start_sec, 0.0
+            empty = np.empty((0, job.user_width), np.float32) if known is None else known.vectors
+            nothing = Encoded(empty, 0, 0, 0, np.empty(0, np.int64))
+            return Vectors(read, nothing, "", job.max_batch_tokens, 0.0, start_sec, fresh)
+        missing = [input_ids[i] for i in fresh]
+        if self._encoder is None:
             began = time.perf_counter()
-            self._encoder = self._choose_encoder(input_ids[:CHECKED_PROMPTS])
+            self._encoder = self._choose_encoder(missing[:CHECKED_PROMPTS])
             self._start_sec += time.perf_counter() - began
-        assert self._encoder is not None
         start_sec, self._start_sec = self._start_sec, 0.0  # told with the first shard
-        encoder, budget = self._encoder.name, self._encoder.max_batch_tokens
         began = time.perf_counter()
-        encoded = self._encoder.encode(input_ids, on_batch)
+        encoded = self._encoder.encode(missing, on_batch)
         sec = time.perf_counter() - began
-        if self._job.folder is None:
-            return Vectors(read, encoded, encoder, budget, sec, start_sec)
-        if not input_ids:
-            self._encoder = None  # nothing was checked yet
-        elif encoded.vectors.shape[1] != self._job.user_width and len(encoded.out_of_memory) < len(input_ids):
+        if job.folder and encoded.vectors.shape[1] != job.user_width and len(encoded.out_of_memory) < len(missing):
             raise ModelError(
-                f"{self._job.folder.path}: the model gives vectors of {encoded.vectors.shape[1]}, not of "
-                f"{self._job.folder.hidden_size} as its config.json says"
+                f"{job.folder.path}: the model gives vectors of {encoded.vectors.shape[1]}, not of "
+                f"{job.folder.hidden_size} as its config.json says"
             )
-        return Vectors(read, encoded, encoder, budget, sec, start_sec)
+        if known is not None:
+            encoded = _among_known(known, fresh, encoded)
+        return Vectors(read, encoded, self._encoder.name, self._encoder.max_batch_tokens, sec, start_sec, fresh)
+
+    def close(self) -> None:
+        """Leave word in the cache of what was used."""
+        if self._cache is not None:
+            self._cache.close()
 
     def finish(self, done: Vectors) -> Receipt:
         """Search, and write the part and the rejects; returns what the shard's receipt says."""
         job, staging, shard, encoded = self._job, self._job.staging, done.read.shard, done.encoded
+        began = time.perf_counter()
+        if self._cache is not None and done.read.known:
+            self._cache.add(done.read.known.keys[done.fresh], encoded.vectors[done.fresh])
+        cache_sec = time.perf_counter() - began
         began = time.perf_counter()
         rows, vectors = _only_scorable(done.read.rows, encoded, job, self._catalogue)
         filters = self._index.filters(rows.exclude, rows.candidates)
@@ -184,6 +200,7 @@ class Worker:
             "truncated_rows": rows.truncated_rows,
             "control_token_rows": rows.control_token_rows,
             "retried_rows": encoded.retried_rows,
+            "cached_rows": len(done.read.rows.input_ids) - len(done.fresh),
             "empty_lists": found.empty_lists,
             "unknown_ids": filters.unknown_ids,
             "batches": encoded.batches,
@@ -191,6 +208,7 @@ class Worker:
             "max_batch_tokens": done.max_batch_tokens,
             "start_sec": done.start_sec,
             "read_sec": done.read.sec,
+            "cache_sec": done.read.cache_sec + cache_sec,
             "encode_sec": done.sec,
             "search_sec": found.search_sec,
             "write_sec": time.perf_counter() - began - found.search_sec,
@@ -199,11 +217,13 @@ class Worker:
     def _choose_encoder(self, prompts: Sequence[Ids]) -> Encoder:
         from prefill_cli.encoding.choice import choose_encoder, plain_encoder
 
-        assert self._job.folder
-        options = self._job.encoder_options(self._job.folder)
-        if self._job.encoder == "plain":
-            return plain_encoder(self._model, options)
-        return choose_encoder(self._model, options, prompts)
+        job = self._job
+        assert job.folder
+        model = load_base_model(job.folder, job.device, job.dtype, job.config.trust_remote_code)
+        options = job.encoder_options(job.folder)
+        if job.encoder == "plain":
+            return plain_encoder(model, options)
+        return choose_encoder(model, options, prompts)
 
 
 class _Lists:
@@ -230,6 +250,14 @@ class _Lists:
             self.empty_lists += int((np.diff(top.offsets) == 0).sum())
             self.search_sec += time.perf_counter() - began
             yield self._columns.slice(start, step), lists
+
+
+def _among_known(known: Known, fresh: npt.NDArray[np.int64], encoded: Encoded) -> Encoded:
+    """What was encoded now and what was known before, together in the order of the shard's rows."""
+    vectors = known.vectors
+    if len(encoded.out_of_memory) < len(fresh):  # else there is no vector, and so no width
+        vectors[fresh] = encoded.vectors
+    return replace(encoded, vectors=vectors, out_of_memory=fresh[encoded.out_of_memory])
 
 
 def _only_scorable(

@@ -83,6 +83,7 @@ def test_a_model_that_fails_in_a_later_shard_publishes_nothing_and_the_same_comm
     timings = {
         "start_sec",
         "read_sec",
+        "cache_sec",
         "encode_sec",
         "search_sec",
         "write_sec",

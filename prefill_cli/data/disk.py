@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +34,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     Raises:
         OutputError: the disk is full or the folder cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # two runs may write one segment of a cache
     try:
         with writing(path):
             with temporary.open("wb") as file:

@@ -33,29 +33,32 @@ def run_shards(job: Job, shards: Sequence[Shard], progress: Progress) -> Iterato
             raise _StoppedError
         progress.advance(rows, tokens)
 
-    # Left in the order reader, encoder, finisher, each after its last task.
-    with ThreadPoolExecutor(1) as finisher, ThreadPoolExecutor(1) as encoder, ThreadPoolExecutor(1) as reader:
-        behind: tuple[Shard, Future[Receipt]] | None = None
-        try:
-            ahead: Future[Any] = reader.submit(worker.read, shards[0])
-            for following in (*shards[1:], None):
-                read = ahead.result()
-                ahead = reader.submit(worker.read, following) if following else reader.submit(lambda: None)
-                encoding = encoder.submit(worker.encode, read, on_batch)
+    try:
+        # Left in the order reader, encoder, finisher, each after its last task.
+        with ThreadPoolExecutor(1) as finisher, ThreadPoolExecutor(1) as encoder, ThreadPoolExecutor(1) as reader:
+            behind: tuple[Shard, Future[Receipt]] | None = None
+            try:
+                ahead: Future[Any] = reader.submit(worker.read, shards[0])
+                for following in (*shards[1:], None):
+                    read = ahead.result()
+                    ahead = reader.submit(worker.read, following) if following else reader.submit(lambda: None)
+                    encoding = encoder.submit(worker.encode, read, on_batch)
+                    if behind:
+                        yield behind[0], _result(behind[1], encoding, ahead)
+                        behind = None
+                    vectors = _result(encoding, ahead)
+                    progress.advance(read.shard.rows - len(read.rows.input_ids), 0)
+                    behind = read.shard, finisher.submit(worker.finish, vectors)
                 if behind:
-                    yield behind[0], _result(behind[1], encoding, ahead)
-                    behind = None
-                vectors = _result(encoding, ahead)
-                progress.advance(read.shard.rows - len(read.rows.input_ids), 0)
-                behind = read.shard, finisher.submit(worker.finish, vectors)
-            if behind:
-                yield behind[0], behind[1].result()
-        except Exception:
-            if behind:  # its vectors are there, so its lists are not lost
-                yield behind[0], behind[1].result()
-            raise
-        finally:
-            stop.set()
+                    yield behind[0], behind[1].result()
+            except (Exception, KeyboardInterrupt):
+                if behind:  # its vectors are there, so its lists are not lost
+                    yield behind[0], behind[1].result()
+                raise
+            finally:
+                stop.set()
+    finally:
+        worker.close()
 
 
 def _result(wanted: Future[T], *others: Future[Any]) -> T:
