@@ -4,8 +4,10 @@ import contextlib
 import io
 import os
 import re
+import select
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from dataclasses import fields
@@ -18,8 +20,10 @@ from typer.core import TyperCommand, TyperGroup
 
 from prefill_cli import __version__, console
 from prefill_cli.config import RunConfig, option, resolve, seconds, size_bytes
-from prefill_cli.errors import Interrupted, ModelError, PrefillScoreError, UsageError
+from prefill_cli.errors import Interrupted, ModelError, PrefillScoreError, TimeLimitError, UsageError
 
+STOP_WITHIN_SEC = 9.0  # from the first signal on
+EXIT_CODES: dict[int, int] = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGALRM: TimeLimitError().exit_code}
 ClickError: type[Any] = typer.BadParameter.__mro__[2]  # ClickException: click's own or Typer's copy of it, by version
 
 
@@ -247,6 +251,8 @@ def _score(given: dict[str, Any], with_model: bool) -> None:
         settings = resolve(given, config_file, needs=("model", "items") if with_model else ("items",))
         with exits(settings.log_format):
             messages = console.listen(settings.log_format, settings.quiet)
+            if settings.time_limit:
+                signal.setitimer(signal.ITIMER_REAL, seconds(settings.time_limit, "--time-limit"))
             from prefill_cli import pipeline
             from prefill_cli.engines.local import run_shards
 
@@ -519,16 +525,31 @@ def exits(log_format: str = "text") -> Iterator[None]:
 
 
 def _stop(signum: int, _: FrameType | None) -> None:
-    raise Interrupted(signum)
+    raise TimeLimitError if signum == signal.SIGALRM else Interrupted(signum)
+
+
+def _end_in_time(wake: int) -> None:
+    """End the process where a signal alone does not: a batch may take long. Nothing is lost that SIGKILL would not lose."""
+    code = EXIT_CODES[os.read(wake, 1)[0]]
+    select.select([wake], [], [], STOP_WITHIN_SEC)  # a second signal ends the wait
+    with contextlib.suppress(OSError):
+        os.write(
+            2, b"error: stopped before the current batch ended; the same command goes on with the shards that are done\n"
+        )
+    os._exit(code)
 
 
 def main() -> None:
     """Entry point of `prefill-score`."""
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in EXIT_CODES:
         signal.signal(signum, _stop)
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # a closed stdin, stdout or stderr: without this, a
         pass  # file of the result would take its number, and get what a library prints
     os.close(descriptor)
+    wake, woken = os.pipe()
+    os.set_blocking(woken, False)
+    signal.set_wakeup_fd(woken)
+    threading.Thread(target=_end_in_time, args=(wake,), daemon=True).start()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # paths need not be text
     app()

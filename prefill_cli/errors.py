@@ -9,6 +9,7 @@ PrefillScoreError        1   a bug of ours, if it ever surfaces as itself
 └── TooManyRejectsError       7   whoever makes the prompts; the work done is kept
 
 Interrupted          128+n   signal n ended the run; a KeyboardInterrupt, so that no `except Exception` swallows it
+└── TimeLimitError     124   --time-limit ended it
 
 A message is one sentence or two that say what is wrong, where, and what to do. It never holds a prompt's text.
 """
@@ -67,6 +68,15 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, signum: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}; the same command goes on where this one ended")
         self.exit_code = 128 + signum
+
+
+class TimeLimitError(Interrupted):
+    """--time-limit ended the run."""
+
+    def __init__(self) -> None:
+        super().__init__(signal.SIGALRM)
+        self.args = ("stopped by --time-limit; the same command goes on where this one ended",)
+        self.exit_code = 124  # what timeout(1) says
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

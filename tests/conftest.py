@@ -29,6 +29,15 @@ TEMPLATE = (
 PROJECT = Path(__file__).parent.parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="more kills, more damaged files: minutes instead of seconds")
+
+
+@pytest.fixture(scope="session")
+def thorough(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--thorough"))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that need a GPU are not collected where there is none."""
     if not torch.cuda.is_available():

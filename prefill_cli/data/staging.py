@@ -18,6 +18,7 @@ import fcntl
 import fnmatch
 import glob
 import json
+import logging
 import os
 import shutil
 import socket
@@ -33,7 +34,9 @@ from prefill_cli.data.manifest import MANIFEST, SUCCESS, Fingerprint, difference
 from prefill_cli.data.results import REJECTS_FOLDER
 from prefill_cli.errors import OutputError, UsageError
 
+log = logging.getLogger(__name__)
 Receipt = dict[str, Any]
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 AT_FDCWD, RENAME_EXCHANGE, RENAME_SWAP = -100, 2, 2
 
 
@@ -260,7 +263,7 @@ def locked(out: Path) -> Iterator[None]:
         out.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _acquire(path)
         os.truncate(descriptor, 0)
-        os.write(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
     try:
         yield
     finally:
@@ -269,16 +272,50 @@ def locked(out: Path) -> Iterator[None]:
 
 
 def _acquire(path: Path) -> int:
+    """The lock's file, held. One that a dead process left is taken over, whichever host it ran on."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        holder = read_json(path) or {}
+        who = f"process {holder.get('pid', '?')} on {holder.get('host', 'this machine')}"
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = read_json(path) or {}
             os.close(descriptor)
-            who = f"process {holder.get('pid', '?')} on {holder.get('host', 'this machine')}"
             raise OutputError(f"{path}: {who} is writing this output; wait for it, or stop it first") from None
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in NO_LOCKS:
+                raise
+            return _acquire_without_flock(path, holder, who)
         with contextlib.suppress(FileNotFoundError):
             if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
+                if holder:
+                    log.info("%s: %s left this lock and lives no more; taken over", path, who)
                 return descriptor
         os.close(descriptor)  # the former holder removed the file between our two calls
+
+
+def _acquire_without_flock(path: Path, holder: dict[str, Any], who: str) -> int:
+    """The same on a file system that knows no locks: what the file says decides, and whether that process lives."""
+    if holder.get("host") == socket.gethostname() and not _lives(holder.get("pid")):
+        log.info("%s: %s left this lock and lives no more; taken over", path, who)
+    elif holder:
+        raise OutputError(
+            f"{path}: {who} left this lock, and its file system cannot tell whether it still runs; make sure that it does "
+            "not, remove the file, and give the same command again"
+        )
+    path.unlink(missing_ok=True)
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except FileExistsError:
+        raise OutputError(f"{path}: another process took this output a moment ago; wait for it") from None
+
+
+def _lives(pid: Any) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, TypeError, ValueError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return int(pid) != os.getpid()  # a process that bears our number has left it
