@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -21,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from prefill_cli import __version__, console
 from prefill_cli.config import RunConfig, option, resolve, seconds, size_bytes
 from prefill_cli.errors import Interrupted, ModelError, PrefillScoreError, TimeLimitError, UsageError
+from prefill_cli.places import Place
 
 STOP_WITHIN_SEC = 9.0  # from the first signal on
 EXIT_CODES: dict[int, int] = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGALRM: TimeLimitError().exit_code}
@@ -66,6 +67,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
+PLACES = {name for name, kind in get_type_hints(RunConfig).items() if kind == Place | None}
 DEFAULTS = {f.name: f.default for f in fields(RunConfig)}
 SHOWN_DEFAULTS = {
     "output": "<input stem>.topk",
@@ -82,6 +84,7 @@ IN, TOKENS, VECTORS, SCORES, OUT, RUN = (
 def opt(name: str, text: str, panel: str, *flags: str, metavar: str | None = None) -> Any:
     """An option of `run`. Its default is None here: what applies is decided in config.resolve, and shown from there."""
     default = SHOWN_DEFAULTS.get(name, DEFAULTS[name])
+    metavar = metavar or ("<path>" if name in PLACES else None)
     shown = False if default in (None, False, True, "", (), RunConfig) else str(default)
     return typer.Option(
         *flags or (option(name),), help=text, rich_help_panel=panel, metavar=metavar, show_default=shown, readable=False
@@ -96,6 +99,7 @@ def switch(name: str, text: str, panel: str) -> Any:
 Text: TypeAlias = str | None
 Number: TypeAlias = int | None
 File: TypeAlias = Path | None
+Where: TypeAlias = str | None  # a path, or a URI of another system
 Switch: TypeAlias = bool | None
 ConfigFile = Annotated[
     File, typer.Option("--config", help="Read options from this TOML file.", show_default="./prefill-score.toml")
@@ -110,16 +114,24 @@ DimsOption = Annotated[Number, opt("dims", "Cut vectors to the first D dimension
 NormalizeOption = Annotated[Switch, switch("normalize", "Scale vectors to length 1, on both sides, after --dims.", VECTORS)]
 DeviceOption = Annotated[Text, opt("device", "auto: CUDA, else MPS, else CPU.", VECTORS, metavar="auto|cpu|cuda[:N]|mps")]
 ItemsOption = Annotated[
-    File, opt("items", "Item embeddings: .parquet (file, folder, glob), .safetensors or .npy.", SCORES, "-i", "--items")
+    Where,
+    opt(
+        "items",
+        "Item embeddings: .parquet (file, folder, glob), .safetensors or .npy.",
+        SCORES,
+        "-i",
+        "--items",
+    ),
 ]
-ItemIdsOption = Annotated[File, opt("item_ids", "Parquet file with the ids of a .safetensors or .npy.", SCORES)]
+ItemIdsOption = Annotated[Where, opt("item_ids", "Parquet file with the ids of a .safetensors or .npy.", SCORES)]
 ItemIdColumnOption = Annotated[Text, opt("item_id_column", "Column with the item ids.", SCORES)]
 EmbeddingColumnOption = Annotated[Text, opt("embedding_column", "Column with the embeddings.", SCORES)]
 ItemBiasColumnOption = Annotated[Text, opt("item_bias_column", "Column with a number added to the item's score.", SCORES)]
 TopKOption = Annotated[Number, opt("top_k", "Length of a list.", SCORES, "-k", "--top-k")]
 ScoreOption = Annotated[Text, opt("score", "How a user and an item are scored.", SCORES, metavar="dot|cosine|mlp")]
 HeadOption = Annotated[
-    File, opt("head", "A .safetensors network: mlp scores pairs, user_tower changes users' vectors.", SCORES)
+    Where,
+    opt("head", "A .safetensors network: mlp scores pairs, user_tower changes users' vectors.", SCORES),
 ]
 BadItemsOption = Annotated[
     Text, opt("bad_items", "Null, ragged, not finite or (cosine) zero embeddings.", SCORES, metavar="fail|drop")
@@ -133,9 +145,9 @@ ExcludeColumnOption = Annotated[
 CandidatesColumnOption = Annotated[
     Text, opt("candidates_column", "Column with the only item ids that this user may get; null: all.", SCORES)
 ]
-AllowOption = Annotated[File, opt("allow", "Only these items for anybody: Parquet, or text with an id a line.", SCORES)]
-DenyOption = Annotated[File, opt("deny", "Never these items for anybody.", SCORES)]
-OutputOption = Annotated[File, opt("output", "The result folder.", OUT, "-o", "--output")]
+AllowOption = Annotated[Where, opt("allow", "Only these items for anybody: Parquet, or text with an id a line.", SCORES)]
+DenyOption = Annotated[Where, opt("deny", "Never these items for anybody.", SCORES)]
+OutputOption = Annotated[Where, opt("output", "The result folder.", OUT, "-o", "--output")]
 OverwriteOption = Annotated[
     Switch, switch("overwrite", "Replace another run's result or leftovers, once the new result is whole.", OUT)
 ]
@@ -220,7 +232,7 @@ def run(
     ] = None,
     compile: CompileOption = None,
     share: Annotated[Switch, switch("share", "Encode equal prompts and shared prefixes once (on).", RUN)] = None,
-    cache: Annotated[File, opt("cache", "Folder of users' vectors that are kept between runs.", RUN)] = None,
+    cache: Annotated[Where, opt("cache", "Folder of users' vectors that are kept between runs.", RUN)] = None,
     time_limit: TimeLimitOption = None,
     metrics_file: MetricsFileOption = None,
     offline: Annotated[Switch, switch("offline", "Never ask the network.", RUN)] = None,

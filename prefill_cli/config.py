@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prefill_cli.errors import UsageError, nearest
+from prefill_cli.places import Place, Uri, place
 
 ENV_PREFIX = "PREFILL_SCORE_"
 NOT_OPTIONS = frozenset({"PREFILL_SCORE_DEBUG"})  # a switch for developers, not a key
@@ -36,11 +37,11 @@ class RunConfig:
     """
 
     inputs: tuple[str, ...] = field(metadata=NOT_IN_ANSWER)  # the files found there are in the fingerprint instead
-    output: Path | None = field(default=None, metadata=NOT_IN_ANSWER)
+    output: Place | None = field(default=None, metadata=NOT_IN_ANSWER)
     model: str = field(default="", metadata=NOT_IN_ANSWER)  # digests stand in the fingerprint for these three
     revision: str | None = field(default=None, metadata=NOT_IN_ANSWER)
-    items: Path | None = field(default=None, metadata=NOT_IN_ANSWER)
-    item_ids: Path | None = field(default=None, metadata=NOT_IN_ANSWER)
+    items: Place | None = field(default=None, metadata=NOT_IN_ANSWER)
+    item_ids: Place | None = field(default=None, metadata=NOT_IN_ANSWER)
     item_id_column: str = "item_id"
     embedding_column: str = "embedding"
     top_k: int = 100
@@ -66,14 +67,14 @@ class RunConfig:
     normalize: bool = False
 
     score: Literal["dot", "cosine", "mlp"] = "dot"
-    head: Path | None = field(default=None, metadata=NOT_IN_ANSWER)  # a digest
+    head: Place | None = field(default=None, metadata=NOT_IN_ANSWER)  # a digest
     item_bias_column: str | None = None
     bad_items: Literal["fail", "drop"] = "fail"
     strict_provenance: bool = field(default=False, metadata=NOT_IN_ANSWER)
     exclude_column: str | None = None
     candidates_column: str | None = None
-    allow: Path | None = field(default=None, metadata=NOT_IN_ANSWER)  # digests again
-    deny: Path | None = field(default=None, metadata=NOT_IN_ANSWER)
+    allow: Place | None = field(default=None, metadata=NOT_IN_ANSWER)  # digests again
+    deny: Place | None = field(default=None, metadata=NOT_IN_ANSWER)
 
     layout: Literal["nested", "long"] = "nested"
     device: str = "auto"
@@ -85,7 +86,7 @@ class RunConfig:
     shard_rows: int = 16_384
     max_rejects: str = field(default="1%", metadata=NOT_IN_ANSWER)
     overwrite: bool = field(default=False, metadata=NOT_IN_ANSWER)
-    cache: Path | None = field(default=None, metadata=NOT_IN_ANSWER)
+    cache: Place | None = field(default=None, metadata=NOT_IN_ANSWER)
     time_limit: str | None = field(default=None, metadata=NOT_IN_ANSWER)
     metrics_file: Path | None = field(default=None, metadata=NOT_IN_ANSWER)
     offline: bool = field(default=False, metadata=NOT_IN_ANSWER)
@@ -271,9 +272,17 @@ def _convert(name: str, value: Any, where: str, base: Path | None = None) -> Any
         return value
     value = _scalar(kind, value, where)
     if kind is Path:
-        return (base or Path()) / value.expanduser()
+        return _placed(name, value, where, base or Path())
     if name == "model" and base and (base / value).is_dir():  # a folder beside the file, else a hub name
         return str(base / value)
+    return value
+
+
+def _placed(name: str, value: Place, where: str, base: Path) -> Place:
+    if not isinstance(value, Uri):
+        return base / value.expanduser()
+    if _keys()[name] != Place | None:
+        raise UsageError(f"{where}: {value} is not a path on this machine")
     return value
 
 
@@ -290,11 +299,11 @@ def _scalar(kind: type, value: Any, where: str) -> Any:
         value = WORDS.get(value.strip().lower(), value)
     elif isinstance(value, str) and kind is int and re.fullmatch(r"\s*[+-]?\d{1,18}\s*", value):
         value = int(value)
-    elif isinstance(value, str | Path) and kind is Path and str(value):
-        value = Path(value)
+    elif isinstance(value, str) and kind is Path and value:
+        value = place(value)
     if isinstance(value, str | Path) and "\0" in str(value):
         raise UsageError(f"{where}: holds a null byte")
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+    if not isinstance(value, Uri if isinstance(value, Uri) else kind) or (kind is int and isinstance(value, bool)):
         expected = {int: "a whole number", bool: "true or false", Path: "a path", str: "text"}[kind]
         raise UsageError(f"{where}: expected {expected}, not {value!r}")
     return value

@@ -22,7 +22,7 @@ from prefill_cli.data.inputs import Shard
 from prefill_cli.data.prompts import ShardReader
 from prefill_cli.data.rejects import Reject
 from prefill_cli.data.rows import ShardRows, read_rows
-from prefill_cli.data.staging import Receipt, locked
+from prefill_cli.data.staging import Receipt
 from prefill_cli.data.tokenization import Ids
 from prefill_cli.encoding.encoder import Encoded, Encoder, OnBatch
 from prefill_cli.encoding.loading import load_base_model
@@ -30,6 +30,7 @@ from prefill_cli.encoding.pooling import unit_length
 from prefill_cli.encoding.stored import StoredVectors
 from prefill_cli.errors import ModelError, OutputError, TooManyRejectsError, os_errors_as
 from prefill_cli.job import Job, plan_job, plan_search
+from prefill_cli.places import beside
 from prefill_cli.scoring.filters import Filters, ItemIndex
 from prefill_cli.scoring.topk import Catalogue, search
 from prefill_cli.summary import manifest_of, totals_of
@@ -65,13 +66,12 @@ def run(config: RunConfig, engine: Engine, progress: Progress, plan: Plan = plan
     began = time.perf_counter()
     job, fingerprint = plan(config)
     staging = job.staging
-    with locked(staging.out):
+    with staging.locked():
         with os_errors_as(OutputError, "--output"):
             choices = staging.begin(fingerprint, job.choices, config.overwrite)
         if choices is None:
             log.info("%s holds this very result already; nothing to do", staging.out)
-            totals: dict[str, Any] = (manifest.read_manifest(staging.out) or {})["totals"]
-            return totals | {"status": "unchanged", "output": str(staging.out)}
+            return staging.totals() | {"status": "unchanged", "output": str(staging.out)}
         job = replace(job, **choices)
         receipts = {shard: receipt for shard in job.shards if (receipt := staging.receipt(shard))}
         if receipts:
@@ -293,7 +293,7 @@ def _check_rejects(job: Job, reasons: Counter[str]) -> None:
         raise TooManyRejectsError(
             f"{reasons.total()} of {job.plan.rows} rows are rejected so far ({_counted(reasons)}), more than --max-rejects "
             f"{job.config.max_rejects} allows ({allowed}); nothing was published, the rejects are in "
-            f"{job.staging.result / results.REJECTS_FOLDER}, and the same command with a higher limit goes on from here"
+            f"{beside(job.staging.result, results.REJECTS_FOLDER)}, and the same command with a higher limit goes on from here"
         )
 
 

@@ -13,7 +13,7 @@ import resource
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from prefill_cli import __version__
 from prefill_cli.data.disk import read_json
@@ -52,9 +52,14 @@ def _show(value: Any) -> str:
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of a folder that a run of ours made, or None."""
-    manifest = read_json(folder / MANIFEST) or {}
-    whole = manifest.keys() >= {"options", "fingerprint", "inputs", "model", "items", "totals"}
-    return manifest if whole and manifest.get("made_by") == "prefill-score" else None
+    manifest = read_json(folder / MANIFEST)
+    return manifest if is_manifest(manifest) else None
+
+
+def is_manifest(found: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
+    """Whether a JSON object is the manifest of a run of ours."""
+    wanted = {"options", "fingerprint", "inputs", "model", "items", "totals"}
+    return found is not None and found.keys() >= wanted and found.get("made_by") == "prefill-score"
 
 
 def damage(folder: Path, manifest: dict[str, Any]) -> str:

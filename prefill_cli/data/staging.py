@@ -24,15 +24,16 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from prefill_cli.config import RunConfig, option
 from prefill_cli.data.disk import read_json, sync_folder, write_json, writing
-from prefill_cli.data.inputs import Shard, local_path
+from prefill_cli.data.inputs import Shard
 from prefill_cli.data.manifest import MANIFEST, SUCCESS, Fingerprint, differences, is_finished, read_manifest
 from prefill_cli.data.results import REJECTS_FOLDER
 from prefill_cli.errors import OutputError, UsageError
+from prefill_cli.places import Place, Uri, is_uri, place
 
 log = logging.getLogger(__name__)
 Receipt = dict[str, Any]
@@ -40,36 +41,56 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 AT_FDCWD, RENAME_EXCHANGE, RENAME_SWAP = -100, 2, 2
 
 
-def output_folder(config: RunConfig) -> Path:
+def output_folder(config: RunConfig) -> Place:
     """--output, or `<input stem>.topk` in the current folder for a single input.
 
     Raises:
         UsageError: several inputs and no output; an output that is or lies in an input, or is the item file.
     """
-    first = local_path(config.inputs[0])
+    first = config.inputs[0]
     if config.output is not None:
         out = config.output
     elif len(config.inputs) > 1 or (glob.has_magic(first) and not os.path.exists(first)):
         raise UsageError("several inputs need a name for the result: give -o/--output")
     else:
-        out = Path(f"{Path(first).resolve().stem}.topk")
+        out = Path(f"{PurePath(str(place(first)).partition('?')[0]).stem}.topk")
+    options = ("items", "item_ids", "head", "allow", "deny", "cache")
+    named = [("the input", place(text)) for text in config.inputs]
+    named += [(option(name), value) for name in options if (value := getattr(config, name))]
+    if is_uri(out):
+        for what, where in named:
+            if is_uri(where):
+                _check_apart(out, what, where)
+        return out
+    there = [(what, str(where)) for what, where in named if not is_uri(where)]
+    _check_apart_here(out, [*there, ("--model", config.model)])
+    # The folder itself is exchanged, not a link to it, and what lies beside it needs its own name.
+    return out.resolve() if out.is_symlink() or out.name in ("", "..") else out
+
+
+def _check_apart(out: Uri, what: str, other: Uri) -> None:
+    """That one is not in the other."""
+    a, b = (uri.partition("?")[0].rstrip("/") + "/" for uri in (out, other))
+    if b.startswith(a):
+        raise UsageError(f"--output {out} is or holds {what} {other}; results go elsewhere")
+    if a.startswith(b) or fnmatch.fnmatch(a.rstrip("/"), b.rstrip("/")):
+        raise UsageError(f"--output {out} lies inside {what} {other}, which would be read again; results go elsewhere")
+
+
+def _check_apart_here(out: Path, named: list[tuple[str, str]]) -> None:
     place = out.resolve()
-    named = [("the input", local_path(text)) for text in config.inputs]
-    options = ("items", "item_ids", "model", "allow", "deny")
-    named += [(option(name), str(value)) for name in options if (value := getattr(config, name))]
     for what, text in named:
         path = Path(text).resolve()
         if os.path.exists(path) and (place == path or place in path.parents):
             raise UsageError(f"--output {out} is or holds {what} {text}; results go elsewhere")
         matches = glob.has_magic(text) and fnmatch.fnmatch(str(place), os.path.realpath(text))
-        if what in ("the input", "--items") and (matches or (os.path.isdir(path) and path in place.parents)):
+        inside = os.path.isdir(path) and path in place.parents
+        if what in ("the input", "--items", "--cache") and (matches or inside):
             raise UsageError(f"--output {out} lies inside {what} {text}, which would be read again; results go elsewhere")
-    # The folder itself is exchanged, not a link to it, and what lies beside it needs its own name.
-    return place if out.is_symlink() or out.name in ("", "..") else out
 
 
 class Staging:
-    """The way from shards to a published folder OUT. Use inside `locked(out)`."""
+    """The way from shards to a published folder OUT. Use inside `locked`."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -77,6 +98,15 @@ class Staging:
         self.result = self.folder / "result"
         self._receipts = self.folder / "receipts"
         self._previous = self.folder / "previous"
+
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        """See the function."""
+        return locked(self.out)
+
+    def totals(self) -> dict[str, Any]:
+        """Of the published result."""
+        found: dict[str, Any] = (read_manifest(self.out) or {})["totals"]
+        return found
 
     def begin(self, fingerprint: Fingerprint, choices: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
         """Take up leftovers of the same run or start anew; returns the choices to run with, None if nothing is left to do.
@@ -111,7 +141,7 @@ class Staging:
         """That OUT may be replaced."""
         self._check_ours()
         if (old := self._published()) is not None:
-            self._refuse_unless(overwrite, f"{self.out} holds the result of another run", old, fingerprint)
+            refuse_unless(overwrite, f"{self.out} holds the result of another run", old, fingerprint)
 
     def _check_ours(self) -> None:
         """That OUT is absent, empty, or made by a run of ours."""
@@ -138,7 +168,7 @@ class Staging:
                 self.discard()
                 run = None
         if run and run["fingerprint"] != fingerprint:
-            self._refuse_unless(
+            refuse_unless(
                 overwrite or not self.has_receipts(),
                 f"{self.folder} holds leftovers of another run",
                 run["fingerprint"],
@@ -178,16 +208,11 @@ class Staging:
             (self.folder / "run.json").unlink(missing_ok=True)
             shutil.rmtree(self.folder)
 
-    @staticmethod
-    def _refuse_unless(overwrite: bool, what: str, old: Fingerprint, new: Fingerprint) -> None:
-        if not overwrite:
-            raise OutputError(f"{what}; different: {differences(old, new)}. Give --overwrite to replace it")
-
     def part(self, shard: Shard) -> Path:
-        return self.result / f"part-{shard.index:05d}.parquet"
+        return self.result / part_name(shard)
 
     def rejects(self, shard: Shard) -> Path:
-        return self.result / REJECTS_FOLDER / f"part-{shard.index:05d}.parquet"
+        return self.result / REJECTS_FOLDER / part_name(shard)
 
     def commit(self, shard: Shard, receipt: Receipt) -> None:
         """Declare a shard done: its files are on disk under their names, then the receipt says so."""
@@ -227,6 +252,15 @@ class Staging:
                 self.result.rename(self.out)
             sync_folder(self.out.parent)
         self.discard()
+
+
+def part_name(shard: Shard) -> str:
+    return f"part-{shard.index:05d}.parquet"
+
+
+def refuse_unless(overwrite: bool, what: str, old: Fingerprint, new: Fingerprint) -> None:
+    if not overwrite:
+        raise OutputError(f"{what}; different: {differences(old, new)}. Give --overwrite to replace it")
 
 
 def exchange(a: Path, b: Path) -> bool:

@@ -1,0 +1,216 @@
+"""The same where there is no rename: object stores, and whatever else pyarrow.fs reaches.
+
+    OUT/_runs/<id>/part-00000.parquet …  _rejects/…  _manifest.json  _SUCCESS
+                   _run.json  _receipts/00007.json     while the run is under way
+    OUT/_CURRENT     "<id> <check sum>": the run folder that readers take; one small object, written whole
+    OUT/_SUCCESS     the same line, last of all
+
+The id is a digest of the fingerprint, so the same command finds what it left. Nothing is read from a run folder before
+its receipt, its sizes and at last the pointer say so. There is no lock: two runs of one job write the same bytes under
+the same names, and of two different ones each is whole and the last to publish is current. The run folder that was
+current before stays for readers that are in it, and for going back; older ones go.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import tempfile
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from prefill_cli import storage
+from prefill_cli.data.inputs import Shard
+from prefill_cli.data.manifest import MANIFEST, SUCCESS, Fingerprint, differences, is_manifest
+from prefill_cli.data.results import REJECTS_FOLDER
+from prefill_cli.data.staging import Receipt, part_name, refuse_unless
+from prefill_cli.errors import OutputError
+from prefill_cli.places import Uri, beside
+
+log = logging.getLogger(__name__)
+RUNS, CURRENT, RUN, RECEIPTS = "_runs", "_CURRENT", "_run.json", "_receipts"
+ID_LENGTH = 16
+LOOKS = 5  # at the pointer, where a look may meet its replacement
+
+
+def pointer_to(run_id: str) -> bytes:
+    """A line of constant length with its own check sum: a reader that met two versions of it notices."""
+    return f"{run_id} {zlib.crc32(run_id.encode()):08x}\n".encode()
+
+
+def current_run(out: Uri) -> str | None:
+    """The id that the pointer names, None where there is no pointer.
+
+    Raises:
+        OutputError: there is one that is not ours, or damaged.
+    """
+    for _ in range(LOOKS):
+        try:
+            found = storage.read(beside(out, CURRENT))
+        except FileNotFoundError:
+            return None
+        run_id = found.decode(errors="replace")[:ID_LENGTH]
+        if found == pointer_to(run_id):
+            return run_id
+    raise OutputError(f"{beside(out, CURRENT)}: not a pointer that prefill-score wrote; name another --output")
+
+
+class RemoteStaging:
+    """The way from shards to a published result below the URI `out`; see staging.Staging, which it stands for."""
+
+    def __init__(self, out: Uri) -> None:
+        self.out = out
+        self._run_id = ""
+        self._sizes: dict[str, int] = {}  # of the files in the run folder, as far as this process knows
+        self._scratch = tempfile.TemporaryDirectory(prefix="prefill-score-", ignore_cleanup_errors=True)
+
+    @property
+    def result(self) -> Uri:
+        found: Uri = beside(self.out, RUNS, self._run_id)
+        return found
+
+    def _of_run(self, run_id: str, *names: str) -> Uri:
+        found: Uri = beside(self.out, RUNS, run_id, *names)
+        return found
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """No lock is needed; see above."""
+        with self._scratch, storage.reaching(self.out, OutputError):
+            yield
+
+    def totals(self) -> dict[str, Any]:
+        """Of the published result."""
+        found: dict[str, Any] = (self._manifest(current_run(self.out) or "") or {})["totals"]
+        return found
+
+    def begin(self, fingerprint: Fingerprint, choices: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
+        """See Staging.begin."""
+        self._run_id = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:ID_LENGTH]
+        files = storage.listing(self.out)
+        current = current_run(self.out)
+        foreign = sorted(name for name in files if not name.startswith((f"{RUNS}/", CURRENT, SUCCESS)))
+        if foreign and current is None:
+            raise OutputError(f"{self.out}: holds {foreign[0]}, which no run of prefill-score made; name another --output")
+        published = self._finished(current, files)
+        if published == fingerprint:
+            return None
+        if published is not None:
+            refuse_unless(overwrite, f"{self.out} holds the result of another run", published, fingerprint)
+        self._leftovers(files, fingerprint, overwrite)
+        run = storage.read_json(self._of_run(self._run_id, RUN))
+        if not (run and run.get("fingerprint") == fingerprint and "choices" in run):
+            run = {"fingerprint": fingerprint, "choices": choices}
+            self._write_json(RUN, run)
+        inside = f"{RUNS}/{self._run_id}/"
+        self._sizes = {name.removeprefix(inside): size for name, size in files.items() if name.startswith(inside)}
+        self._receipts = self._read_receipts()
+        kept: dict[str, Any] = run["choices"]
+        return kept
+
+    def _leftovers(self, files: dict[str, int], fingerprint: Fingerprint, overwrite: bool) -> None:
+        """Runs of other jobs that did not end: in the way where they hold something, unless `overwrite` discards them."""
+        ids = {name.split("/")[1] for name in files if name.startswith(f"{RUNS}/")} - {self._run_id}
+        for run_id in sorted(ids):
+            if f"{RUNS}/{run_id}/{SUCCESS}" in files:  # was or is current
+                continue
+            if any(name.startswith(f"{RUNS}/{run_id}/{RECEIPTS}/") for name in files):
+                left = (storage.read_json(self._of_run(run_id, RUN)) or {}).get("fingerprint", {})
+                refuse_unless(overwrite, f"{self._of_run(run_id)} holds leftovers of another run", left, fingerprint)
+            storage.delete_folder(self._of_run(run_id))
+
+    def _finished(self, run_id: str | None, files: dict[str, int]) -> Fingerprint | None:
+        """The fingerprint of a run folder that is whole, None where it is not."""
+        manifest = self._manifest(run_id) if run_id else None
+        if manifest is None or f"{RUNS}/{run_id}/{SUCCESS}" not in files:
+            return None
+        whole = all(files.get(f"{RUNS}/{run_id}/{name}") == size for name, size in manifest.get("parts", {}).items())
+        return manifest["fingerprint"] if whole else None
+
+    def _manifest(self, run_id: str) -> dict[str, Any] | None:
+        manifest = storage.read_json(self._of_run(run_id, MANIFEST))
+        return manifest if is_manifest(manifest) else None
+
+    def _read_receipts(self) -> dict[int, Receipt]:
+        names = [name for name in self._sizes if name.startswith(f"{RECEIPTS}/")]
+        with ThreadPoolExecutor(16) as pool:
+            found = pool.map(lambda name: storage.read_json(self._of_run(self._run_id, name)), names)
+        return {receipt["shard"]: receipt for receipt in found if receipt and isinstance(receipt.get("shard"), int)}
+
+    def has_receipts(self) -> bool:
+        """Whether any shard is done, so that there is something to lose."""
+        return bool(self._receipts)
+
+    def discard(self) -> None:
+        """Remove the run folder, unless it is the published one."""
+        with storage.reaching(self.result, OutputError):
+            if current_run(self.out) != self._run_id:
+                storage.delete_folder(self.result)
+
+    def part(self, shard: Shard) -> Path:
+        return Path(self._scratch.name) / part_name(shard)
+
+    def rejects(self, shard: Shard) -> Path:
+        return Path(self._scratch.name) / REJECTS_FOLDER / part_name(shard)
+
+    def commit(self, shard: Shard, receipt: Receipt) -> None:
+        """Upload a shard's files, then the receipt that says so."""
+        sizes: Receipt = {}
+        for name, path in (("part_bytes", self.part(shard)), ("rejects_bytes", self.rejects(shard))):
+            inside = path.relative_to(self._scratch.name).as_posix()
+            sizes[name] = None
+            if path.exists():
+                sizes[name] = path.stat().st_size
+                storage.upload(path, self._of_run(self._run_id, inside))
+                path.unlink()
+                self._sizes[inside] = sizes[name]
+            elif inside in self._sizes:  # of an attempt that had rejects, with another limit
+                storage.delete(self._of_run(self._run_id, inside))
+                del self._sizes[inside]
+        self._receipts[shard.index] = {"shard": shard.index, **sizes, **receipt}
+        self._write_json(f"{RECEIPTS}/{shard.index:05d}.json", self._receipts[shard.index])
+
+    def receipt(self, shard: Shard) -> Receipt | None:
+        """The receipt of a shard that is done, or None."""
+        receipt = self._receipts.get(shard.index)
+        if receipt is None:
+            return None
+        names = {"part_bytes": part_name(shard), "rejects_bytes": f"{REJECTS_FOLDER}/{part_name(shard)}"}
+        sizes = {what: self._sizes.get(name) for what, name in names.items()}
+        return receipt if sizes.items() <= receipt.items() else None
+
+    def publish(self, manifest: dict[str, Any]) -> None:
+        """Complete the run folder, see that all of it is there, and point readers to it.
+
+        Raises:
+            OutputError: somebody removed or changed a part meanwhile.
+        """
+        parts = {name: size for name, size in sorted(self._sizes.items()) if name.endswith(".parquet")}
+        there = storage.listing(self.result)
+        if wrong := [name for name, size in parts.items() if there.get(name) != size]:
+            raise OutputError(f"{self._of_run(self._run_id, wrong[0])}: gone or changed under the run; start the run again")
+        before = current_run(self.out)
+        self._write_json(MANIFEST, manifest | {"parts": parts})
+        storage.write(self._of_run(self._run_id, SUCCESS), b"")
+        storage.write(beside(self.out, CURRENT), pointer_to(self._run_id))
+        storage.write(beside(self.out, SUCCESS), pointer_to(self._run_id))
+        self._clean_up(before)
+
+    def _clean_up(self, before: str | None) -> None:
+        """Receipts, and run folders that were neither current nor are. What cannot be removed now goes next time."""
+        try:
+            storage.delete_folder(self._of_run(self._run_id, RECEIPTS))
+            storage.delete(self._of_run(self._run_id, RUN))
+            files = storage.listing(beside(self.out, RUNS))
+            finished = {name.split("/")[0] for name in files if name.endswith(f"/{SUCCESS}")}
+            for run_id in finished - {self._run_id, before}:
+                storage.delete_folder(self._of_run(run_id))
+        except OSError as error:
+            log.warning("%s: the result is published, but old files stay: %s", self.out, error)
+
+    def _write_json(self, name: str, value: dict[str, Any]) -> None:
+        text = json.dumps(value, indent=1, ensure_ascii=False).encode(errors="backslashreplace")
+        storage.write(self._of_run(self._run_id, name), text)
