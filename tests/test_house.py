@@ -14,6 +14,7 @@ BASE = {
     "arrow",
     "machine",
     "matrices",
+    "parquet",
 }  # every room may use these; they use one another only, in this order of depth
 # What a room may import beside the base. Nothing else, in either direction.
 ALLOWED = {
@@ -22,6 +23,7 @@ ALLOWED = {
     "config": set(),
     "machine": set(),
     "matrices": set(),
+    "parquet": set(),
     "data": set(),
     "encoding": set(),
     "scoring": set(),

@@ -82,8 +82,8 @@ def test_a_piece_says_which_file_and_row_it_begins_with(tmp_path):
 
 def test_reading_in_order_opens_each_file_once(tmp_path, monkeypatch):
     opened = []
-    real = pq.ParquetFile
-    monkeypatch.setattr(prompts.pq, "ParquetFile", lambda path, **options: opened.append(path) or real(path, **options))
+    real = prompts.open_parquet
+    monkeypatch.setattr(prompts, "open_parquet", lambda path, **options: opened.append(path) or real(path, **options))
     names = [str(write(tmp_path / f"{i}.parquet", 20, start=20 * i, group=6)) for i in range(3)]
     reading = Reading(tmp_path)
     for shard in reading.plan.shards(7):

@@ -18,12 +18,12 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from prefill_cli.arrow import is_binary, is_list, is_text, plain_type
 from prefill_cli.config import RunConfig, option
 from prefill_cli.errors import InputError, UsageError, first_line, nearest
 from prefill_cli.matrices import MATRIX_SUFFIXES, TENSOR, open_matrix
+from prefill_cli.parquet import FAULTS, group_rows, open_parquet
 
 log = logging.getLogger(__name__)
 MATRIX_HEAD_BYTES = 65_536  # which tell one file from another, beside its size and time
@@ -225,19 +225,17 @@ def read_footer(path: str) -> InputFile:
             stat = os.fstat(file.fileno())
             if stat.st_size == 0:
                 raise InputError(f"{path}: the file is empty (0 bytes); was it still being written?")
-            metadata = pq.read_metadata(file)  # first: the last bytes of another kind of file may mean any length
-            schema = metadata.schema.to_arrow_schema()
-            _ = schema.names  # decoded here for the first time
+            parquet = open_parquet(file)  # first: the last bytes of another kind of file may mean any length
+            metadata, schema = parquet.metadata, parquet.schema_arrow
             file.seek(max(0, stat.st_size - 8))
             tail = file.read(8)
             footer_bytes = int.from_bytes(tail[:4], "little")
             file.seek(max(0, stat.st_size - 8 - footer_bytes))
             digest = hashlib.sha256(file.read(footer_bytes + 8)).hexdigest()
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except FAULTS as error:
         raise InputError(f"{path}: not readable as Parquet: {first_line(error)}") from None
-    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    rows, data_bytes = tuple(group.num_rows for group in groups), sum(group.total_byte_size for group in groups)
-    return InputFile(path, rows, schema, stat.st_size, stat.st_mtime_ns, digest, data_bytes)
+    data_bytes = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    return InputFile(path, group_rows(metadata), schema, stat.st_size, stat.st_mtime_ns, digest, data_bytes)
 
 
 def is_matrix(path: str) -> bool:
@@ -276,7 +274,10 @@ def user_ids(path: Path, name: str, rows: int) -> pa.Array:
         InputError: unreadable, no such column, a type that is no id, another number of rows.
     """
     kind = _reconcile((read_footer(str(path)),), name, "an id", _is_id)
-    ids = pq.read_table(path, columns=[name])[name].combine_chunks().cast(kind)
+    try:
+        ids = open_parquet(path).read(columns=[name])[name].combine_chunks().cast(kind)
+    except FAULTS as error:
+        raise InputError(f"{path}: not readable as Parquet: {first_line(error)}") from None
     if len(ids) != rows:
         raise InputError(f"{path} has {len(ids)} ids, but the input has {rows} rows")
     return ids

@@ -22,9 +22,11 @@ from prefill_cli.data.inputs import InputFile, InputPlan, Shard, hive_columns
 from prefill_cli.data.rejects import Reject
 from prefill_cli.errors import InputError, first_line
 from prefill_cli.matrices import TENSOR, open_matrix, to_float32
+from prefill_cli.parquet import FAULTS, open_parquet
 
 BATCH_ROWS = 2_048
-BATCH_BYTES = 64 << 20  # of a record batch as the file encodes it (a repeated value counts once), which reading aims below
+# Of a record batch with all columns of its file as the file encodes them (repeated values count once); reading stays below.
+BATCH_BYTES = 64 << 20
 READ_BUFFER_BYTES = 1 << 20
 
 
@@ -122,8 +124,8 @@ class _Cursor:
         try:
             _check_unchanged(file)
             # No pre-buffering: a column chunk is read through a small buffer, however large its row group is.
-            parquet = pq.ParquetFile(file.path, buffer_size=READ_BUFFER_BYTES, pre_buffer=False)
-        except (OSError, pa.ArrowException) as error:
+            parquet = open_parquet(file.path, buffer_size=READ_BUFFER_BYTES, pre_buffer=False)
+        except FAULTS as error:
             raise InputError(f"{file.path}: the file was there when the run began: {first_line(error)}") from None
         group, skip = 0, offset
         while skip and skip >= file.group_rows[group]:
@@ -150,7 +152,7 @@ class _Cursor:
             for batch in self._batches:
                 if batch.num_rows:
                     return batch
-        except (OSError, pa.ArrowException) as error:
+        except FAULTS as error:
             raise InputError(f"{self._file.path}: damaged near row {self._next_row}: {first_line(error)}") from None
         raise InputError(f"{self._file.path}: holds fewer rows than its footer says ({self._file.rows})")
 
@@ -179,15 +181,12 @@ def _matrix_batches(file: InputFile, start: int, columns: list[str], user_ids: P
 def _batches(parquet: pq.ParquetFile, first_group: int, columns: list[str]) -> Iterator[pa.RecordBatch]:
     """Record batches from a row group on; those of row groups with cells of like size run on across their borders."""
     metadata = parquet.metadata
-    paths = (metadata.schema.column(i).path for i in range(metadata.num_columns))
-    wanted = [i for i, path in enumerate(paths) if any(path == c or path.startswith(f"{c}.") for c in columns)]
     groups = range(first_group, metadata.num_row_groups)
-    for rows, run in itertools.groupby(groups, lambda group: _batch_rows(metadata.row_group(group), wanted)):
+    for rows, run in itertools.groupby(groups, lambda group: _batch_rows(metadata.row_group(group))):
         yield from parquet.iter_batches(batch_size=rows, row_groups=list(run), columns=columns, use_threads=False)
 
 
-def _batch_rows(group: pq.RowGroupMetaData, wanted: list[int]) -> int:
+def _batch_rows(group: pq.RowGroupMetaData) -> int:
     """Rows of a record batch that stays near BATCH_BYTES: a power of two, so that like row groups agree."""
-    size = sum(int(group.column(i).total_uncompressed_size) for i in wanted)
-    rows = max(1, min(BATCH_ROWS, BATCH_BYTES * int(group.num_rows) // max(size, 1)))
+    rows = max(1, min(BATCH_ROWS, BATCH_BYTES * int(group.num_rows) // max(int(group.total_byte_size), 1)))
     return 1 << (rows.bit_length() - 1)

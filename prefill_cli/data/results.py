@@ -96,7 +96,8 @@ def _write(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> int:
         for field in schema
         if field.name not in ("scores", "score")
     ]
-    with replacing(path) as file, pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=indexed) as writer:
+    options = {"compression": "zstd", "use_dictionary": indexed, "write_page_checksum": True}
+    with replacing(path) as file, pq.ParquetWriter(file, schema, **options) as writer:
         for table in tables:
             writer.write_table(table, row_group_size=max(1, table.num_rows))
             rows += table.num_rows

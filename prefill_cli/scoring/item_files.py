@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from prefill_cli.arrow import is_binary, is_list, is_text, working_type
 from prefill_cli.config import RunConfig
 from prefill_cli.errors import ItemsError, UsageError, first_line, nearest
 from prefill_cli.matrices import MATRIX_SUFFIXES, TENSOR, Rows, open_matrix
+from prefill_cli.parquet import FAULTS, open_parquet
 
 PROVENANCE_KEY = "prefill-score"  # of the file's metadata; the value is a JSON object
 PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".npz")
@@ -95,12 +95,11 @@ def _read_parquet(config: RunConfig, parts: list[str]) -> RawItems:
     made_with: dict[str, list[Any]] = {}
     for part in parts:
         try:
-            file = pq.ParquetFile(part)
+            file = open_parquet(part)
             for name in names:
-                if name not in file.schema_arrow.names:
-                    raise ItemsError(f"{part}: no column {name!r}{nearest(name, file.schema_arrow.names)}")
+                _check_once(name, file.schema_arrow.names, part)
             tables.append(file.read(columns=names))
-        except (OSError, pa.ArrowException) as error:
+        except FAULTS as error:
             raise ItemsError(f"{part}: not readable as Parquet: {first_line(error)}") from None
         for name, value in _provenance(part, (file.schema_arrow.metadata or {}).get(PROVENANCE_KEY.encode())).items():
             if value not in made_with.setdefault(name, []):
@@ -115,6 +114,13 @@ def _read_parquet(config: RunConfig, parts: list[str]) -> RawItems:
     # Where parts disagree the value is none of theirs, so that it differs from whatever the run uses.
     provenance = {name: v[0] if len(v) == 1 else " and ".join(map(str, v)) for name, v in made_with.items()}
     return RawItems(ids, vectors, _digest(parts), null_rows, bias, provenance)
+
+
+def _check_once(name: str, columns: list[str], part: str) -> None:
+    if columns.count(name) > 1:
+        raise ItemsError(f"{part}: column {name!r} stands in the schema more than once")
+    if name not in columns:
+        raise ItemsError(f"{part}: no column {name!r}{nearest(name, columns)}")
 
 
 def _ids(column: pa.ChunkedArray, part: str) -> list[pa.Array]:
@@ -212,16 +218,17 @@ def id_column(path: Path, name: str) -> pa.Array:
         ItemsError: missing, unreadable, no such column, a type that is no id.
     """
     try:
-        table = pq.ParquetFile(path).read()
+        file = open_parquet(path)
+        columns = file.schema_arrow.names
+        if name not in columns and len(columns) == 1:
+            name = columns[0]
+        _check_once(name, columns, str(path))
+        column = file.read(columns=[name])[name]
     except FileNotFoundError:
         raise ItemsError(f"{path}: no such file") from None
-    except (OSError, pa.ArrowException) as error:
+    except FAULTS as error:
         raise ItemsError(f"{path}: not readable as Parquet: {first_line(error)}") from None
-    if name not in table.column_names:
-        if table.num_columns != 1:
-            raise ItemsError(f"{path}: no column {name!r}{nearest(name, table.column_names)}")
-        name = table.column_names[0]
-    return _joined([(str(path), chunk) for chunk in _ids(table[name], str(path))])
+    return _joined([(str(path), chunk) for chunk in _ids(column, str(path))])
 
 
 def _provenance(path: str, stored: bytes | str | None) -> dict[str, Any]:

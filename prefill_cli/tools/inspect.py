@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-import pyarrow.parquet as pq
 
 from prefill_cli.config import RunConfig
 from prefill_cli.data import manifest
@@ -16,8 +15,9 @@ from prefill_cli.data.results import REJECTS_FOLDER
 from prefill_cli.data.tokenization import PromptTokenizer, load_tokenizer
 from prefill_cli.data.vectors import width_of_vectors
 from prefill_cli.encoding.loading import load_base_model, open_model_folder
-from prefill_cli.errors import InputError, OutputError, PrefillScoreError
+from prefill_cli.errors import InputError, OutputError, PrefillScoreError, first_line
 from prefill_cli.matrices import MATRIX_SUFFIXES, metadata_of
+from prefill_cli.parquet import FAULTS, open_parquet
 from prefill_cli.scoring.items import load_items
 from prefill_cli.tools.tables import reading, scan
 
@@ -123,14 +123,14 @@ def _prompts(path: Path, config: RunConfig, facts: dict[str, Any]) -> None:
     }
     plan_inputs(replace(config, inputs=(str(path),)))
     if not (config.messages_column or config.token_ids_column):
-        table = scan(
-            [f.path for f in files],
-            pl.col(config.prompt_column).cast(pl.String).alias("prompt"),
-            pl.col(config.id_column).alias("user"),
-        )
         text, user = pl.col("prompt"), pl.col("user")
         characters = text.str.len_chars()
         with reading(path, InputError):
+            table = scan(
+                [f.path for f in files],
+                pl.col(config.prompt_column).cast(pl.String).alias("prompt"),
+                pl.col(config.id_column).alias("user"),
+            )
             row = table.select(
                 null_ids=user.null_count(),
                 repeated_ids=pl.len() - user.n_unique(),
@@ -157,10 +157,10 @@ def _result(path: Path, config: RunConfig, facts: dict[str, Any]) -> None:
         raise OutputError(f"{path}: {damage}, so it was changed after it was published; the command that made it mends it")
     parts = sorted(path.glob("part-*.parquet"))
     try:
-        rows = sum(pq.read_metadata(p).num_rows for p in parts)
-        rejects = sum(pq.read_metadata(p).num_rows for p in (path / REJECTS_FOLDER).glob("*.parquet"))
-    except Exception as error:  # a damaged part raises many kinds
-        raise OutputError(f"{path}: a part cannot be read: {str(error).splitlines()[0]}") from None
+        rows = sum(open_parquet(p).metadata.num_rows for p in parts)
+        rejects = sum(open_parquet(p).metadata.num_rows for p in (path / REJECTS_FOLDER).glob("*.parquet"))
+    except FAULTS as error:
+        raise OutputError(f"{path}: a part cannot be read: {first_line(error)}") from None
     facts["parts"] = len(parts)
     if rejects != totals["rejects"] or rows != totals["part_rows"]:
         raise OutputError(

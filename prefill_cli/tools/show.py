@@ -9,7 +9,7 @@ import polars as pl
 from prefill_cli.data.inputs import find_files, natural
 from prefill_cli.data.manifest import read_manifest
 from prefill_cli.errors import InputError, ItemsError, OutputError, nearest
-from prefill_cli.tools.tables import reading, scan
+from prefill_cli.tools.tables import reading, scan, schema_of
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _histories(query: UserQuery, manifest: dict[str, Any], ids: pl.Series) -> di
     if not column or not files:
         return {}
     with reading(files[0], InputError):
-        schema = pl.scan_parquet(files[0], glob=False).collect_schema()
+        schema = schema_of(files[0])
         if column not in schema:
             raise InputError(f"{files[0]}: no column {column!r}{nearest(column, schema)}")
         if not isinstance(schema[column], pl.List | pl.Array):
