@@ -19,7 +19,7 @@ from conftest import WORDS, Watcher, random_prompts, reference_vectors, write_it
 
 from prefill_cli import job as plan
 from prefill_cli import pipeline
-from prefill_cli.data.disk import read_json
+from prefill_cli.data.disk import read_json, write_json
 from prefill_cli.data.manifest import MANIFEST, SUCCESS
 from prefill_cli.encoding.prefill import PrefillEncoder
 from prefill_cli.engines.local import run_shards
@@ -331,15 +331,7 @@ def test_a_resume_does_not_probe_again(job, monkeypatch):
 def test_receipts_of_a_version_that_told_less_are_taken_up(job):
     stop_after(job, 2, shard_rows=7)
     for path in (staged(job) / "receipts").iterdir():
-        told = json.loads(path.read_text())
-        path.write_text(
-            json.dumps(
-                {
-                    k: v
-                    for k, v in told.items()
-                    if k not in ("encoder", "start_sec", "read_sec", "write_sec", "max_batch_tokens")
-                }
-            )
-        )
+        told, untold = read_json(path) or {}, ("encoder", "start_sec", "read_sec", "write_sec", "max_batch_tokens")
+        write_json(path, {k: v for k, v in told.items() if k not in untold})
     totals = job.run(shard_rows=7)
     assert (totals["rows_out"], totals["encoder"]) == (30, "packed, plain")

@@ -12,13 +12,15 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import PROJECT, random_prompts, write_prompts
+from conftest import PROJECT, Watcher, random_prompts, write_prompts
 
+from prefill_cli import pipeline
 from prefill_cli.data import staging as staging_module
 from prefill_cli.data.disk import read_json, replacing, write_json
 from prefill_cli.data.inputs import Shard
 from prefill_cli.data.manifest import MANIFEST, SUCCESS, is_finished
 from prefill_cli.data.staging import Staging, exchange, locked
+from prefill_cli.engines.local import run_shards
 from prefill_cli.errors import OutputError, UsageError
 
 SHARDS = [Shard(i, i, 1) for i in range(3)]
@@ -101,7 +103,7 @@ def test_a_second_process_is_refused_while_the_first_lives_and_takes_over_when_i
         first.wait()
     assert lock.exists()
     with locked(out):
-        assert read_json(lock)["pid"] == os.getpid()
+        assert read_json(lock, sealed=False)["pid"] == os.getpid()
         with pytest.raises(OutputError, match=f"process {os.getpid()} "), locked(out):
             pass
     assert not lock.exists()
@@ -604,7 +606,7 @@ def test_names_that_are_not_text_survive_in_json(tmp_path):
     name = os.fsdecode(b"caf\xe9 \xe2\x82\xac")
     write_json(tmp_path / "x.json", {"name": name})
     assert read_json(tmp_path / "x.json") == {"name": name}
-    assert json.loads((tmp_path / "x.json").read_text("utf-8")) == {"name": name}
+    assert json.loads((tmp_path / "x.json").read_text("utf-8"))["name"] == name
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[1]", b"3", b"\xff\xfe\x00"])
@@ -630,3 +632,31 @@ def test_a_result_that_lost_something_is_made_whole_by_the_same_command(job, har
         (part if harm == "missing" else job.out / SUCCESS).unlink()
     assert job.run(shard_rows=10)["status"] == "done"
     assert {p.name: p.read_bytes() for p in job.out.glob("*.parquet")} == before
+
+
+def test_damage_in_what_json_says_makes_the_file_unknown(tmp_path):
+    path = tmp_path / "x.json"
+    write_json(path, {"rows": 12, "parts": {"a": 1}})
+    assert read_json(path) == {"rows": 12, "parts": {"a": 1}}
+    path.write_text(path.read_text().replace("12", "13"))
+    assert read_json(path) is None
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 100_000])
+def test_json_without_end_reads_as_nothing(tmp_path, content):
+    (tmp_path / "x.json").write_text(content)
+    assert read_json(tmp_path / "x.json") is None
+
+
+def test_a_receipt_that_was_changed_makes_its_shard_be_done_again(job):
+    def engine(*arguments):
+        done = run_shards(*arguments)
+        yield next(done)
+        raise KeyboardInterrupt
+
+    config = job.config(shard_rows=10)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.run(config, engine, Watcher())
+    (receipt,) = (job.out.parent / ".out.staging" / "receipts").glob("*.json")
+    receipt.write_text(receipt.read_text().replace('"rows": 10', '"rows": 99'))
+    assert job.run(shard_rows=10)["rows"] == 30

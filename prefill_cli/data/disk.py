@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import secrets
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from prefill_cli.errors import OutputError
+
+SEAL = "sha256"  # of the rest of a JSON file of ours, so that a damaged one is known as such
 
 
 @contextlib.contextmanager
@@ -49,19 +52,28 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    text = json.dumps(value, indent=1, ensure_ascii=False)
+    text = json.dumps(value | {SEAL: _seal(value)}, indent=1, ensure_ascii=False)
     with replacing(path) as file:
         # What UTF-8 cannot hold (bytes of a file's name) becomes \udcXX, which is JSON's own way to write it.
         file.write(text.encode(errors="backslashreplace") + b"\n")
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, or None where there is no such file or it holds something else."""
+def read_json(path: Path, *, sealed: bool = True) -> dict[str, Any] | None:
+    """The object that write_json wrote, or None where there is no such file or it holds something else.
+
+    sealed: False for an object that another hand wrote.
+    """
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+    if not isinstance(value, dict) or (sealed and value.pop(SEAL, None) != _seal(value)):
+        return None
+    return value
+
+
+def _seal(value: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def sync_folder(folder: Path) -> None:

@@ -309,7 +309,7 @@ def _acquire(path: Path) -> int:
     """The lock's file, held. One that a dead process left is taken over, whichever host it ran on."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        holder = read_json(path) or {}
+        holder = read_json(path, sealed=False) or {}
         who = f"process {holder.get('pid', '?')} on {holder.get('host', 'this machine')}"
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
