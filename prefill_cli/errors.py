@@ -81,7 +81,7 @@ class TimeLimitError(Interrupted):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """' (did you mean X?)' for the closest of the known names, or a list of them where none is close."""
-    names = sorted(known)
+    names = sorted(map(_printable, known))
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if close:
         return f" (did you mean {close[0]!r}?)"
@@ -98,5 +98,13 @@ def os_errors_as(kind: type[PrefillScoreError], what: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a library's error: for most the sentence, while the rest is hints and traces."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first line of a library's error: for most the sentence, while the rest is hints and traces.
+
+    What a damaged file put in it stands there escaped.
+    """
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return _printable(line)
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -87,6 +87,9 @@ def _npy(path: Path, error: type[PrefillScoreError]) -> Rows:
         shape, by_columns, dtype = read_header(file)
         offset = file.tell()
     _check(path, shape, dtype, dtype.kind == "f", error)
+    size, wanted = path.stat().st_size, offset + shape[0] * shape[1] * dtype.itemsize
+    if size != wanted:  # a longer one too: the shape may be what is damaged
+        raise error(f"{path}: the file has {size:,} bytes, but its header says {wanted:,}")
     if by_columns:  # rows are not together in the file
         return np.ascontiguousarray(np.load(path, allow_pickle=False))
     return _rows_of_file(path, offset, dtype, (shape[0], shape[1]), error)

@@ -641,3 +641,12 @@ def test_a_pipe_is_refused_and_not_waited_for(job, tmp_path, name):
     os.mkfifo(tmp_path / name)
     with pytest.raises(ItemsError, match="not a regular file"):
         job.run(items=tmp_path / name)
+
+
+def test_what_a_damaged_file_puts_into_a_message_is_escaped(job):
+    table = pq.read_table(job.items)
+    pq.write_table(table.rename_columns(["item_id", "emb\x1b[2J\nding"]), job.items)
+    with pytest.raises(
+        ItemsError, match=r"no column 'embedding' \(did you mean 'emb\\x1b\[2J\\nding'\?\)|there are: emb\\x1b"
+    ):
+        job.run()

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from conftest import HIDDEN
 from safetensors.torch import save_file
 
 from prefill_cli import matrices
@@ -88,5 +89,13 @@ def test_a_file_shorter_than_its_header_says_is_told(tmp_path, vectors):
     np.save(tmp_path / "m.npy", vectors)
     whole = (tmp_path / "m.npy").read_bytes()
     (tmp_path / "m.npy").write_bytes(whole[:-1])
-    with pytest.raises(ItemsError, match="shorter than its header says"):
+    with pytest.raises(ItemsError, match="the file has 1,327 bytes, but its header says 1,328"):
         open_matrix(tmp_path / "m.npy", "embeddings", ItemsError)
+
+
+def test_an_npy_file_that_is_longer_than_its_header_says_is_refused(job, tmp_path):
+    np.save(tmp_path / "v.npy", np.ones((9, HIDDEN), np.float32))
+    raw = (tmp_path / "v.npy").read_bytes()
+    (tmp_path / "v.npy").write_bytes(raw.replace(b"(9, ", b"(8, "))
+    with pytest.raises(ItemsError, match=r"v\.npy: the file has 1,280 bytes, but its header says 1,152"):
+        job.run(items=tmp_path / "v.npy")

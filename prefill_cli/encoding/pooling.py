@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from prefill_cli.errors import ModelError
+from prefill_cli.errors import ModelError, first_line
 
 # B prompts, T padded positions, d width. Right padding: prompt b has real tokens at [b, :lengths[b]].
 
@@ -84,8 +84,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         stored = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: not JSON: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: not JSON: {first_line(error)}") from None
     if not isinstance(stored, dict):
         raise ModelError(f"{path}: not a JSON object")
     return stored

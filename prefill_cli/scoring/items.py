@@ -128,7 +128,7 @@ def _wanted_width(config: RunConfig, width: int, user_width: int, head_width: in
     """The columns of the item file that are scored: it may be as wide as the users' vectors, or as --dims cuts them."""
     wanted = head_width or config.dims or user_width
     if config.dims and config.dims > user_width:
-        whose = "model" if config.model else "input"
+        whose = "model" if config.model and not config.vector_column else "input"
         raise UsageError(f"--dims {config.dims} is more than the {whose}'s width of {user_width}")
     if head_width and width != head_width:
         raise ItemsError(
@@ -136,7 +136,7 @@ def _wanted_width(config: RunConfig, width: int, user_width: int, head_width: in
         )
     if width not in (user_width, wanted):
         also = f" or --dims {config.dims}" if config.dims else ""
-        users = config.model or "the input"
+        users = config.model if config.model and not config.vector_column else "the input"
         raise ItemsError(f"{config.items}: embeddings are {width} wide, but {users} gives vectors of {user_width}{also}")
     return wanted
 
