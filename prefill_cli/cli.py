@@ -21,7 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from prefill_cli import __version__, console
 from prefill_cli.config import RunConfig, option, resolve, seconds, size_bytes
 from prefill_cli.errors import Interrupted, ModelError, PrefillScoreError, TimeLimitError, UsageError
-from prefill_cli.places import Place
+from prefill_cli.places import Place, place
 
 STOP_WITHIN_SEC = 9.0  # from the first signal on
 EXIT_CODES: dict[int, int] = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGALRM: TimeLimitError().exit_code}
@@ -67,7 +67,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-PLACES = {name for name, kind in get_type_hints(RunConfig).items() if kind == Place | None}
+PLACES = {name for name, kind in get_type_hints(RunConfig).items() if kind in (Place | None, Path | None)}
 DEFAULTS = {f.name: f.default for f in fields(RunConfig)}
 SHOWN_DEFAULTS = {
     "output": "<input stem>.topk",
@@ -163,7 +163,7 @@ ShardRowsOption = Annotated[
 CompileOption = Annotated[Switch, switch("compile", "Compile kernels (where the work is worth it).", RUN)]
 JsonOption = Annotated[Switch, switch("json", "Print the summary as one JSON object, on a terminal too.", RUN)]
 TimeLimitOption = Annotated[Text, opt("time_limit", "Stop after so long; the same command goes on.", RUN, metavar="3h30m")]
-MetricsFileOption = Annotated[File, opt("metrics_file", "Write the run's figures there in Prometheus' text format.", RUN)]
+MetricsFileOption = Annotated[Where, opt("metrics_file", "Write the run's figures there in Prometheus' text format.", RUN)]
 QuietOption = Annotated[Switch, switch("quiet", "Warnings and errors only on stderr.", RUN)]
 LogFormatOption = Annotated[Text, opt("log_format", "Of the messages on stderr.", RUN, metavar="text|json")]
 
@@ -281,7 +281,7 @@ def search(
     ],
     id_column: IdColumnOption = None,
     vector_column: Annotated[Text, opt("vector_column", "Column with the users' vectors.", IN)] = None,
-    user_ids: Annotated[File, opt("user_ids", "Parquet file with the ids of a .npy or .safetensors.", IN)] = None,
+    user_ids: Annotated[Where, opt("user_ids", "Parquet file with the ids of a .npy or .safetensors.", IN)] = None,
     keep_columns: KeepColumnsOption = None,
     dims: DimsOption = None,
     normalize: NormalizeOption = None,
@@ -377,7 +377,7 @@ def inspect(
 
 @app.command(cls=SectionedHelp, short_help="See and prune the vectors kept between runs.")
 def cache(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", readable=False, help="The folder that run --cache names.")],
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="The folder or URI that run --cache names.")],
     prune: Annotated[bool, typer.Option("--prune", help="Remove what the limits say and compact the rest.")] = False,
     older_than: Annotated[Text, typer.Option("--older-than", metavar="30d", help="Prune: not used for so long.")] = None,
     max_size: Annotated[
@@ -397,8 +397,8 @@ def cache(
         size = None if max_size is None else size_bytes(max_size, "--max-size")
         from prefill_cli.tools import cache as tool
 
-        pruned = tool.prune(folder, age, size) if prune else None
-        console.print_cache(tool.describe(folder), pruned, json)
+        pruned = tool.prune(place(folder), age, size) if prune else None
+        console.print_cache(tool.describe(place(folder)), pruned, json)
 
 
 Prompts = Annotated[

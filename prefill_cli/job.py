@@ -3,18 +3,19 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from prefill_cli import storage
 from prefill_cli.arrow import working_type
 from prefill_cli.config import RunConfig
 from prefill_cli.data import manifest, results
-from prefill_cli.data.cache import Space, VectorCache, folder_of, segment_names
+from prefill_cli.data.cache import Space, VectorCache, seen_segments
 from prefill_cli.data.inputs import InputPlan, Shard, plan_inputs
+from prefill_cli.data.remote_staging import RemoteStaging
 from prefill_cli.data.staging import Staging, output_folder
 from prefill_cli.data.tokenization import PromptTokenizer, load_tokenizer
 from prefill_cli.data.vectors import VectorReader, width_of_vectors
@@ -22,6 +23,7 @@ from prefill_cli.encoding.budget import auto_batch_tokens
 from prefill_cli.encoding.encoder import EncoderOptions
 from prefill_cli.encoding.loading import ModelFolder, choose_device, choose_dtype, open_model_folder
 from prefill_cli.errors import InputError, ItemsError, ModelError, OutputError, os_errors_as
+from prefill_cli.places import Place, is_uri, local
 from prefill_cli.scoring.filters import ItemIndex
 from prefill_cli.scoring.heads import Head, PairHead, load_head
 from prefill_cli.scoring.items import Items, check_provenance, load_items
@@ -34,6 +36,7 @@ log = logging.getLogger(__name__)
 COMPILE_FROM = {"cpu": 2e12, "mps": float("inf"), "cuda": 1e16}
 SEARCH_FROM = 1e11  # products of a search from which compiling its kernels costs less than it saves
 PROBE_FROM = {"cpu": 2e14, "mps": 1e15, "cuda": 1e16}
+FETCHED = ("items", "item_ids", "head", "allow", "deny")  # files that a run holds in memory or maps: copied here first
 BYTES_PER_TOKEN = 4  # of an input file, about: most of it is prompts
 
 
@@ -59,7 +62,7 @@ class Job:
     head: Head | None
     probe: bool  # whether the first encoder may choose another budget
     cached: tuple[str, ...]  # the segments of the cache that this run sees
-    staging: Staging
+    staging: Staging | RemoteStaging
 
     def catalogue(self) -> Catalogue:
         """What is searched; it makes itself ready at the first search, so one is enough for a process."""
@@ -163,12 +166,12 @@ def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
         compile=pays(COMPILE_FROM, tokens, folder, device) if config.compile is None else config.compile,
         probe=not config.max_batch_tokens and pays(PROBE_FROM, tokens, folder, device),
         cached=(),
-        staging=Staging(out),
+        staging=staging_of(out),
         **scored,
     )
     if config.cache:
         with os_errors_as(OutputError, "--cache"):
-            job = replace(job, cached=tuple(segment_names(folder_of(config.cache, vector_space(job, folder)))))
+            job = replace(job, cached=tuple(seen_segments(config.cache, vector_space(job, folder))))
     log.info(
         "%s rows in %s, %s items, %s in %s on %s, at most %s tokens a prompt",
         f"{plan.rows:,}",
@@ -207,7 +210,7 @@ def plan_search(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
         compile=False,
         probe=False,
         cached=(),
-        staging=Staging(out),
+        staging=staging_of(out),
         **scored,
     )
     log.info("%s vectors in %s, %s items on %s", f"{plan.rows:,}", _counted_files(plan), f"{len(job.items):,}", job.device)
@@ -215,7 +218,7 @@ def plan_search(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
     return job, _fingerprint(job) | {"vector_width": width} | of_ids | digests
 
 
-def _places(config: RunConfig) -> tuple[Path, InputPlan]:
+def _places(config: RunConfig) -> tuple[Place, InputPlan]:
     """Where the result goes and what is read."""
     with os_errors_as(OutputError, "--output"):
         out = output_folder(config)
@@ -223,11 +226,17 @@ def _places(config: RunConfig) -> tuple[Path, InputPlan]:
         return out, plan_inputs(config)
 
 
+def staging_of(out: Place) -> Staging | RemoteStaging:
+    return RemoteStaging(out) if is_uri(out) else Staging(local(out))
+
+
 def _scored(config: RunConfig, plan: InputPlan, user_width: int | None) -> tuple[dict[str, Any], dict[str, str]]:
     """What a Job knows of scoring, and digests of it. user_width: None where the input has no vector."""
-    with os_errors_as(ItemsError, "--items"):
-        head, items = _head_and_items(config, user_width)
-        allowed, unknown, digests = _allowed_items(config, items)
+    fetched: dict[str, Any] = {name: storage.fetch(getattr(config, name), ItemsError) for name in FETCHED}
+    here = replace(config, **fetched)
+    with os_errors_as(ItemsError, "--items"), storage.naming_origins():
+        head, items = _head_and_items(here, user_width)
+        allowed, unknown, digests = _allowed_items(here, items)
     _check_filter_types(config, plan, items)
     found = {
         "head": head,
@@ -260,7 +269,7 @@ def _head_and_items(config: RunConfig, user_width: int | None) -> tuple[Head | N
     if not (config.head and user_width):
         return None, load_items(config, user_width)
     width = min(config.dims or user_width, user_width)
-    head = load_head(config.head, "mlp" if config.score == "mlp" else "user_tower", width)
+    head = load_head(local(config.head), "mlp" if config.score == "mlp" else "user_tower", width)
     return head, load_items(config, user_width, PairHead(head, width).item_width if head.kind == "mlp" else head.outputs)
 
 
@@ -277,14 +286,14 @@ def _allowed_items(config: RunConfig, items: Items) -> tuple[npt.NDArray[np.bool
         return None, 0, {}
     index, allowed, unknown = ItemIndex(items.ids), np.ones(len(items), bool), 0
     if config.allow:
-        rows, missing = index.rows_in_file(config.allow, config.item_id_column)
+        rows, missing = index.rows_in_file(local(config.allow), config.item_id_column)
         if not len(rows):
             raise ItemsError(f"--allow {config.allow}: no id in it is one of the catalogue's, so nobody would get anything")
         allowed[:] = False
         allowed[rows] = True
         unknown += missing
     if config.deny:
-        rows, missing = index.rows_in_file(config.deny, config.item_id_column)
+        rows, missing = index.rows_in_file(local(config.deny), config.item_id_column)
         if not len(rows):
             log.warning("--deny %s: no id in it is one of the catalogue's, so it denies nothing", config.deny)
         allowed[rows] = False

@@ -293,7 +293,8 @@ def _check_rejects(job: Job, reasons: Counter[str]) -> None:
         raise TooManyRejectsError(
             f"{reasons.total()} of {job.plan.rows} rows are rejected so far ({_counted(reasons)}), more than --max-rejects "
             f"{job.config.max_rejects} allows ({allowed}); nothing was published, the rejects are in "
-            f"{beside(job.staging.result, results.REJECTS_FOLDER)}, and the same command with a higher limit goes on from here"
+            f"{beside(job.staging.result, results.REJECTS_FOLDER)}, and the same command with a higher limit goes on "
+            "from here"
         )
 
 

@@ -8,15 +8,14 @@ error would publish what was sent so far.
 import atexit
 import contextlib
 import functools
-import json
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import pyarrow as pa
 from pyarrow import fs
@@ -81,7 +80,7 @@ def reaching(uri: str, kind: type[PrefillScoreError]) -> Iterator[None]:
         yield
     except PrefillScoreError:
         raise
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise kind(f"{uri}: {_why(error)}") from None
     except Exception as error:
         if not uri.startswith("hf://"):  # the hub's client has errors of its own kinds
@@ -123,8 +122,13 @@ def stamp(uri: Uri) -> Stamp:
     etag = ""
     if isinstance(there.system, fs.S3FileSystem):
         with there.system.open_input_file(there.path) as file:
-            etag = (file.metadata() or {}).get(b"ETag", b"").decode()
+            etag = (file.metadata() or {}).get("ETag", b"").decode()
     return Stamp(info.size, info.mtime_ns or 0, etag)
+
+
+def is_file(uri: Uri) -> bool:
+    there = remote(uri)
+    return bool(there.system.get_file_info(there.path).type == fs.FileType.File)
 
 
 def open_input(uri: Uri) -> pa.NativeFile:
@@ -143,15 +147,6 @@ def listing(folder: Uri) -> dict[str, int]:
 def read(uri: Uri) -> bytes:
     with open_input(uri) as file:
         return bytes(file.read())
-
-
-def read_json(uri: Uri) -> dict[str, Any] | None:
-    """The object in a JSON file, or None where there is no such file or it holds something else."""
-    try:
-        value = json.loads(read(uri))
-    except (FileNotFoundError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def write(uri: Uri, content: bytes | pa.Buffer) -> None:
@@ -195,11 +190,16 @@ def delete_folder(uri: Uri) -> None:
 
 
 def download(uri: Uri, path: Path) -> None:
-    """A whole file, or an error and none."""
+    """A whole file under its name, or an error and none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open_input(uri) as source, path.open("wb") as sink:
-        while block := source.read(16 << 20):
-            sink.write(block)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open_input(uri) as source, temporary.open("wb") as sink:
+            while block := source.read(16 << 20):
+                sink.write(block)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 _fetched: dict[str, Uri] = {}  # local copy → where it came from

@@ -10,15 +10,19 @@ from conftest import PROJECT
 PACKAGE = PROJECT / "prefill_cli"
 BASE = {
     "errors",
+    "places",
     "config",
     "arrow",
     "machine",
     "matrices",
     "parquet",
+    "storage",
 }  # every room may use these; they use one another only, in this order of depth
 # What a room may import beside the base. Nothing else, in either direction.
 ALLOWED = {
     "arrow": set(),
+    "places": set(),
+    "storage": set(),
     "errors": set(),
     "config": set(),
     "machine": set(),

@@ -12,6 +12,7 @@ a bit, while it is not looked up; vectors stay in their memory-mapped files.
 import hashlib
 import json
 import logging
+import os
 import re
 import secrets
 import time
@@ -26,10 +27,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from prefill_cli import storage
 from prefill_cli.data.disk import replacing, sync_folder, write_json, writing
 from prefill_cli.data.tokenization import Ids
-from prefill_cli.errors import OutputError, PrefillScoreError, first_line
+from prefill_cli.errors import OutputError, first_line
 from prefill_cli.matrices import to_float32
+from prefill_cli.places import Place, Uri, beside, is_uri, local
 
 log = logging.getLogger(__name__)
 Space = dict[str, Any]
@@ -44,6 +47,20 @@ KEY_BYTES = 16
 def folder_of(cache: Path, space: Space) -> Path:
     """Where the vectors lie that are made in one way."""
     return cache / hashlib.sha256(json.dumps(space, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def seen_segments(cache: Place, space: Space) -> list[str]:
+    """Names of the segments that a run sees which begins now, sorted."""
+    if not is_uri(cache):
+        return segment_names(folder_of(local(cache), space))
+    with storage.reaching(cache, OutputError):
+        return sorted(filter(SEGMENT_NAME.fullmatch, storage.listing(beside(cache, folder_of(Path(), space).name))))
+
+
+def mirror_of(cache: Uri) -> Path:
+    """Where the files of a cache elsewhere are kept on this machine: they never change, so a copy is as good."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prefill-score" / "vectors"
+    return caches / hashlib.sha256(cache.encode()).hexdigest()[:16]
 
 
 def segment_names(folder: Path) -> list[str]:
@@ -185,8 +202,9 @@ class VectorCache:
         OutputError: the cache's folder cannot be made or read.
     """
 
-    def __init__(self, cache: Path, space: Space, names: Iterable[str], width: int) -> None:
-        self.folder = folder_of(cache, space)
+    def __init__(self, cache: Place, space: Space, names: Iterable[str], width: int) -> None:
+        self.folder = folder_of(mirror_of(cache) if is_uri(cache) else local(cache), space)
+        self._far: Uri | None = beside(cache, self.folder.name) if is_uri(cache) else None
         self._width = width
         self._began = time.time()
         self._writable = True
@@ -195,6 +213,9 @@ class VectorCache:
             (self.folder / USES).mkdir(exist_ok=True)
         if not (self.folder / SPACE).exists():
             write_json(self.folder / SPACE, space)
+        if self._far:
+            names = [*names]
+            self._pull(self._far, names)
         self._segments = [s for name in names if (s := self._opened(name))]
         self._starts = np.cumsum([0, *map(len, self._segments)])
         keys = np.concatenate([np.empty((0, 2), np.uint64), *(s.keys for s in self._segments)])
@@ -207,6 +228,25 @@ class VectorCache:
 
     def __len__(self) -> int:
         return len(self._high)
+
+    def _pull(self, far: Uri, names: list[str]) -> None:
+        """Fetch the segments that are not here yet; a pruned one that is only here goes, unless a run may be at it."""
+        with storage.reaching(far, OutputError):
+            there = storage.listing(far)
+            if SPACE not in there:
+                storage.upload(self.folder / SPACE, beside(far, SPACE))
+            for name in names:
+                path = self.folder / name
+                if name in there and not (path.exists() and path.stat().st_size == there[name]):
+                    storage.download(beside(far, name), path)
+        for name in segment_names(self.folder):
+            if name not in there and (self.folder / name).stat().st_mtime < self._began - 86_400:
+                (self.folder / name).unlink(missing_ok=True)
+
+    def _push(self, path: Path) -> None:
+        if self._far:
+            with storage.reaching(self._far, OutputError):
+                storage.upload(path, beside(self._far, *path.relative_to(self.folder).parts))
 
     def _opened(self, name: str) -> Segment | None:
         try:
@@ -262,7 +302,7 @@ class VectorCache:
         if self._writable and new.any():
             used = np.full(int(new.sum()), int(time.time()), np.int64)
             try:
-                write_segment(self.folder, np.ascontiguousarray(keys[new]), compact(vectors[new]), used)
+                self._push(write_segment(self.folder, np.ascontiguousarray(keys[new]), compact(vectors[new]), used))
             except OutputError as error:
                 self._writable = False  # the run is worth more than what it would save the next one
                 log.warning("the cache stays as it is: %s", error)
@@ -276,11 +316,10 @@ class VectorCache:
         table = pa.table({"segment": [s.name for s in self._segments], "rows": pa.array(rows, pa.binary())})
         told = {"time": str(int(self._began)), "looked_up": str(self.looked_up), "hits": str(self.hits)}
         name = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}.arrow"
+        schema, path = table.schema.with_metadata(told), self.folder / USES / name
         try:
-            with (
-                replacing(self.folder / USES / name) as file,
-                pa.ipc.new_file(file, table.schema.with_metadata(told)) as out,
-            ):
-                out.write_table(table)
-        except PrefillScoreError as error:
+            with replacing(path) as file, pa.ipc.new_file(file, schema) as writer:
+                writer.write_table(table)
+            self._push(path)
+        except OutputError as error:
             log.warning("the cache is not told what was used: %s", error)

@@ -52,10 +52,15 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    text = json.dumps(value | {SEAL: _seal(value)}, indent=1, ensure_ascii=False)
     with replacing(path) as file:
-        # What UTF-8 cannot hold (bytes of a file's name) becomes \udcXX, which is JSON's own way to write it.
-        file.write(text.encode(errors="backslashreplace") + b"\n")
+        file.write(to_json(value))
+
+
+def to_json(value: dict[str, Any]) -> bytes:
+    """A JSON file's content, with its seal."""
+    text = json.dumps(value | {SEAL: _seal(value)}, indent=1, ensure_ascii=False)
+    # What UTF-8 cannot hold (bytes of a file's name) becomes \udcXX, which is JSON's own way to write it.
+    return text.encode(errors="backslashreplace") + b"\n"
 
 
 def read_json(path: Path, *, sealed: bool = True) -> dict[str, Any] | None:
@@ -64,8 +69,16 @@ def read_json(path: Path, *, sealed: bool = True) -> dict[str, Any] | None:
     sealed: False for an object that another hand wrote.
     """
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return from_json(path.read_bytes(), sealed=sealed)
+    except OSError:
+        return None
+
+
+def from_json(content: bytes, *, sealed: bool = True) -> dict[str, Any] | None:
+    """The object in a JSON file's content, None where it is none or its seal is broken."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict) or (sealed and value.pop(SEAL, None) != _seal(value)):
         return None

@@ -15,15 +15,18 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 
+from prefill_cli import storage
 from prefill_cli.arrow import is_binary, is_list, is_text, plain_type
 from prefill_cli.config import RunConfig, option
 from prefill_cli.errors import InputError, UsageError, first_line, nearest
 from prefill_cli.matrices import MATRIX_SUFFIXES, TENSOR, open_matrix
 from prefill_cli.parquet import FAULTS, group_rows, open_parquet
+from prefill_cli.places import Uri, beside, is_uri, place
 
 log = logging.getLogger(__name__)
 MATRIX_HEAD_BYTES = 65_536  # which tell one file from another, beside its size and time
@@ -34,13 +37,14 @@ PARQUET_SUFFIXES = (".parquet", ".parq", ".pq")
 class InputFile:
     """One Parquet file as its footer described it."""
 
-    path: str  # as found from what the user typed; rejects and manifest say the same
+    path: str  # as found from what the user typed; rejects and manifest say the same. A Uri where it lies elsewhere
     group_rows: tuple[int, ...]  # rows of each row group
     schema: pa.Schema
     size_bytes: int
     mtime_ns: int
     footer_sha256: str
     data_bytes: int  # of all columns, encoded but not compressed
+    etag: str = ""  # a digest that some object stores tell
 
     @property
     def rows(self) -> int:
@@ -55,6 +59,7 @@ class InputFile:
             "size_bytes": self.size_bytes,
             "mtime_ns": self.mtime_ns,
             "footer_sha256": self.footer_sha256,
+            **({"etag": self.etag} if self.etag else {}),
         }
 
 
@@ -124,14 +129,15 @@ def plan_inputs(config: RunConfig) -> InputPlan:
 
 
 def find_files(inputs: Iterable[str]) -> list[str]:
-    """Paths of all Parquet files that `inputs` (files, folders, globs, file:// URIs) stand for, each once."""
+    """Paths of all Parquet files that `inputs` (files, folders, globs, URIs) stand for, each once."""
     found: dict[str, str] = {}
     for text in inputs:
-        try:
-            paths = {os.path.realpath(path): path for path in reversed(_expand(text))}  # a glob may match twice
-        except OSError as error:
-            raise InputError(f"{text}: cannot be searched: {error}") from None
-        for real, path in reversed(paths.items()):
+        where = place(text)
+        if is_uri(where):
+            paths: dict[str, str] = {uri: uri for uri in _expand_elsewhere(where)}
+        else:
+            paths = _expand_here(text, str(where))
+        for real, path in paths.items():
             if re.search("[\ud800-\udfff]", path):  # how Python shows foreign bytes; the rejects could not name the file
                 raise InputError(f"{path!a}: the file's name is not UTF-8; rename it")
             if real in found:
@@ -140,8 +146,16 @@ def find_files(inputs: Iterable[str]) -> list[str]:
     return list(found.values())
 
 
-def _expand(text: str) -> list[str]:
-    path = local_path(text)
+def _expand_here(text: str, path: str) -> dict[str, str]:
+    """Real path → path as found, in order."""
+    try:
+        paths = {os.path.realpath(found): found for found in reversed(_expand(text, path))}  # a glob may match twice
+    except OSError as error:
+        raise InputError(f"{text}: cannot be searched: {error}") from None
+    return dict(reversed(paths.items()))
+
+
+def _expand(text: str, path: str) -> list[str]:
     if os.path.isdir(path):
         files = _parquet_files(path)
         if not files:
@@ -162,21 +176,25 @@ def _expand(text: str) -> list[str]:
     raise InputError(f"{text}: no such file or folder{close}")
 
 
-def local_path(text: str) -> str:
-    """The file system path of a plain path or a file:// URI.
+def _expand_elsewhere(uri: Uri) -> list[Uri]:
+    """The same on another system."""
+    with storage.reaching(uri, InputError):
+        if storage.is_file(uri):
+            return [uri]
+        matches = sorted(storage.matching(uri), key=natural)
+        meant = [m for m in matches if _is_meant(m.partition("?")[0], uri.partition("?")[0])]
+        files = [m for m in meant if storage.is_file(m)] or [f for m in meant for f in _parquet_files_elsewhere(m)]
+        if matches and not files:
+            raise InputError(f"no file matches {str(uri)!r}")
+        if files := files or _parquet_files_elsewhere(uri):
+            return files
+    raise InputError(f"{uri}: no such file, no Parquet file in such a folder ({', '.join(PARQUET_SUFFIXES)}), no match")
 
-    Raises:
-        UsageError: another scheme or host.
-    """
-    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+)://", text)
-    if not scheme:
-        return text
-    if scheme[1].lower() != "file":
-        raise UsageError(f"{text}: inputs are read from this machine's file systems; {scheme[1]}:// is not one of them")
-    uri = urlsplit(text)
-    if uri.netloc not in ("", "localhost"):
-        raise UsageError(f"{text}: {uri.netloc!r} stands where the host does; a path on this machine is file:///path")
-    return unquote(uri.path)
+
+def _parquet_files_elsewhere(folder: Uri) -> list[Uri]:
+    inside = (name.split("/") for name in storage.listing(folder) if name.endswith(PARQUET_SUFFIXES))
+    visible = (parts for parts in inside if not any(map(_hidden, parts)))
+    return [beside(folder, *parts) for parts in sorted(visible, key=lambda parts: [natural(part) for part in parts])]
 
 
 def _hidden(name: str) -> bool:
@@ -218,29 +236,61 @@ def read_footer(path: str) -> InputFile:
     Raises:
         InputError: it cannot be opened, or is not Parquet.
     """
+    if is_uri(path):
+        with storage.reaching(path, InputError):
+            stamp = storage.stamp(path)
+            with storage.open_input(path) as file:
+                return _footer(path, file, stamp)
     try:
         if os.path.exists(path) and not os.path.isfile(path):  # a pipe would make us wait for a writer
             raise InputError(f"{path}: not a regular file")
         with open(path, "rb") as file:
             stat = os.fstat(file.fileno())
-            if stat.st_size == 0:
-                raise InputError(f"{path}: the file is empty (0 bytes); was it still being written?")
-            parquet = open_parquet(file)  # first: the last bytes of another kind of file may mean any length
-            metadata, schema = parquet.metadata, parquet.schema_arrow
-            file.seek(max(0, stat.st_size - 8))
-            tail = file.read(8)
-            footer_bytes = int.from_bytes(tail[:4], "little")
-            file.seek(max(0, stat.st_size - 8 - footer_bytes))
-            digest = hashlib.sha256(file.read(footer_bytes + 8)).hexdigest()
+            return _footer(path, file, storage.Stamp(stat.st_size, stat.st_mtime_ns))
     except FAULTS as error:
         raise InputError(f"{path}: not readable as Parquet: {first_line(error)}") from None
+
+
+def _footer(path: str, file: Any, stamp: storage.Stamp) -> InputFile:
+    if stamp.size_bytes == 0:
+        raise InputError(f"{path}: the file is empty (0 bytes); was it still being written?")
+    parquet = open_parquet(file)  # first: the last bytes of another kind of file may mean any length
+    metadata, schema = parquet.metadata, parquet.schema_arrow
+    file.seek(max(0, stamp.size_bytes - 8))
+    tail = file.read(8)
+    footer_bytes = int.from_bytes(tail[:4], "little")
+    file.seek(max(0, stamp.size_bytes - 8 - footer_bytes))
+    digest = hashlib.sha256(file.read(footer_bytes + 8)).hexdigest()
     data_bytes = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
-    return InputFile(path, group_rows(metadata), schema, stat.st_size, stat.st_mtime_ns, digest, data_bytes)
+    size, mtime, etag = stamp.size_bytes, stamp.mtime_ns, stamp.etag
+    return InputFile(path, group_rows(metadata), schema, size, mtime, digest, data_bytes, etag)
+
+
+def check_unchanged(file: InputFile) -> None:
+    """That a file is still the one whose footer the run was planned with.
+
+    Raises:
+        InputError: it is not, or is gone.
+    """
+    planned = storage.Stamp(file.size_bytes, file.mtime_ns, file.etag)
+    if is_uri(file.path):
+        with storage.reaching(file.path, InputError):
+            now = storage.stamp(file.path)
+    else:
+        try:
+            stat = os.stat(file.path)
+        except OSError as error:
+            raise InputError(f"{file.path}: the file was there when the run began: {error.strerror}") from None
+        now = storage.Stamp(stat.st_size, stat.st_mtime_ns)
+    if now != planned:
+        raise InputError(f"{file.path}: the file changed while the run was reading it; start the run again")
 
 
 def is_matrix(path: str) -> bool:
     """Whether a file holds one matrix, by its name."""
-    return path.lower().endswith(MATRIX_SUFFIXES)
+    return (
+        path.partition("?")[0].lower().endswith(MATRIX_SUFFIXES) if is_uri(path) else path.lower().endswith(MATRIX_SUFFIXES)
+    )
 
 
 def matrix_plan(path: str, config: RunConfig) -> InputPlan:
@@ -252,6 +302,8 @@ def matrix_plan(path: str, config: RunConfig) -> InputPlan:
     for name in ("keep_columns", "exclude_column", "candidates_column"):
         if getattr(config, name):
             raise UsageError(f"{option(name)} needs Parquet input; {path} has no such column")
+    if is_uri(path):
+        raise UsageError(f"{path}: such a file is memory-mapped and so read from this machine; fetch it first")
     if config.id_column == config.text_column:
         raise UsageError(f"--id-column and --vector-column are both {config.id_column!r}")
     if not os.path.isfile(path):  # a pipe would make us wait for a writer

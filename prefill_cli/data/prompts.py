@@ -6,28 +6,31 @@ wrong with a prompt is judged where it is tokenised.
 
 import bisect
 import itertools
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from prefill_cli import storage
 from prefill_cli.arrow import invalid_text, is_text, to_working, working_type
 from prefill_cli.config import RunConfig
 from prefill_cli.data import inputs
-from prefill_cli.data.inputs import InputFile, InputPlan, Shard, hive_columns
+from prefill_cli.data.inputs import InputFile, InputPlan, Shard, check_unchanged, hive_columns
 from prefill_cli.data.rejects import Reject
 from prefill_cli.errors import InputError, first_line
 from prefill_cli.matrices import TENSOR, open_matrix, to_float32
 from prefill_cli.parquet import FAULTS, open_parquet
+from prefill_cli.places import is_uri
 
 BATCH_ROWS = 2_048
 # Of a record batch with all columns of its file as the file encodes them (repeated values count once); reading stays below.
 BATCH_BYTES = 64 << 20
 READ_BUFFER_BYTES = 1 << 20
+FAR_BUFFER_BYTES = 8 << 20  # a request to an object store takes as long as several megabytes
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class ShardReader:
             read[file.path] = file
             yield self._piece(batch, file, offset)
         for file in read.values():  # one that was written over in place may have given rows of two versions
-            _check_unchanged(file)
+            check_unchanged(file)
 
     def _locate(self, row: int) -> tuple[InputFile, int]:
         number = bisect.bisect_right(self._starts, row) - 1  # of the files that start there the last, which has rows
@@ -118,13 +121,17 @@ class _Cursor:
         self._next_row = offset
         self._rest: pa.RecordBatch | None = None
         if inputs.is_matrix(file.path):
-            _check_unchanged(file)
+            check_unchanged(file)
             self._batches = _matrix_batches(file, offset, columns, user_ids)
             return
         try:
-            _check_unchanged(file)
+            check_unchanged(file)
             # No pre-buffering: a column chunk is read through a small buffer, however large its row group is.
-            parquet = open_parquet(file.path, buffer_size=READ_BUFFER_BYTES, pre_buffer=False)
+            source: Any = file.path
+            buffer = READ_BUFFER_BYTES
+            if is_uri(file.path):
+                source, buffer = storage.open_input(file.path), FAR_BUFFER_BYTES
+            parquet = open_parquet(source, buffer_size=buffer, pre_buffer=False)
         except FAULTS as error:
             raise InputError(f"{file.path}: the file was there when the run began: {first_line(error)}") from None
         group, skip = 0, offset
@@ -155,16 +162,6 @@ class _Cursor:
         except FAULTS as error:
             raise InputError(f"{self._file.path}: damaged near row {self._next_row}: {first_line(error)}") from None
         raise InputError(f"{self._file.path}: holds fewer rows than its footer says ({self._file.rows})")
-
-
-def _check_unchanged(file: InputFile) -> None:
-    """That a file is still the one whose footer the run was planned with."""
-    try:
-        stat = os.stat(file.path)
-    except OSError as error:
-        raise InputError(f"{file.path}: the file was there when the run began: {error.strerror}") from None
-    if (stat.st_size, stat.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
-        raise InputError(f"{file.path}: the file changed while the run was reading it; start the run again")
 
 
 def _matrix_batches(file: InputFile, start: int, columns: list[str], user_ids: Path | None) -> Iterator[pa.RecordBatch]:

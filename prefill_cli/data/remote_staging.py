@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from prefill_cli import storage
+from prefill_cli.data.disk import from_json, to_json
 from prefill_cli.data.inputs import Shard
-from prefill_cli.data.manifest import MANIFEST, SUCCESS, Fingerprint, differences, is_manifest
+from prefill_cli.data.manifest import MANIFEST, SUCCESS, Fingerprint, is_manifest
 from prefill_cli.data.results import REJECTS_FOLDER
 from prefill_cli.data.staging import Receipt, part_name, refuse_unless
 from prefill_cli.errors import OutputError
@@ -89,6 +90,10 @@ class RemoteStaging:
 
     def begin(self, fingerprint: Fingerprint, choices: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
         """See Staging.begin."""
+        with storage.reaching(self.out, OutputError):
+            return self._begin(fingerprint, choices, overwrite)
+
+    def _begin(self, fingerprint: Fingerprint, choices: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
         self._run_id = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:ID_LENGTH]
         files = storage.listing(self.out)
         current = current_run(self.out)
@@ -101,7 +106,7 @@ class RemoteStaging:
         if published is not None:
             refuse_unless(overwrite, f"{self.out} holds the result of another run", published, fingerprint)
         self._leftovers(files, fingerprint, overwrite)
-        run = storage.read_json(self._of_run(self._run_id, RUN))
+        run = _read_json(self._of_run(self._run_id, RUN))
         if not (run and run.get("fingerprint") == fingerprint and "choices" in run):
             run = {"fingerprint": fingerprint, "choices": choices}
             self._write_json(RUN, run)
@@ -118,7 +123,7 @@ class RemoteStaging:
             if f"{RUNS}/{run_id}/{SUCCESS}" in files:  # was or is current
                 continue
             if any(name.startswith(f"{RUNS}/{run_id}/{RECEIPTS}/") for name in files):
-                left = (storage.read_json(self._of_run(run_id, RUN)) or {}).get("fingerprint", {})
+                left = (_read_json(self._of_run(run_id, RUN)) or {}).get("fingerprint", {})
                 refuse_unless(overwrite, f"{self._of_run(run_id)} holds leftovers of another run", left, fingerprint)
             storage.delete_folder(self._of_run(run_id))
 
@@ -131,13 +136,13 @@ class RemoteStaging:
         return manifest["fingerprint"] if whole else None
 
     def _manifest(self, run_id: str) -> dict[str, Any] | None:
-        manifest = storage.read_json(self._of_run(run_id, MANIFEST))
+        manifest = _read_json(self._of_run(run_id, MANIFEST))
         return manifest if is_manifest(manifest) else None
 
     def _read_receipts(self) -> dict[int, Receipt]:
         names = [name for name in self._sizes if name.startswith(f"{RECEIPTS}/")]
         with ThreadPoolExecutor(16) as pool:
-            found = pool.map(lambda name: storage.read_json(self._of_run(self._run_id, name)), names)
+            found = pool.map(lambda name: _read_json(self._of_run(self._run_id, name)), names)
         return {receipt["shard"]: receipt for receipt in found if receipt and isinstance(receipt.get("shard"), int)}
 
     def has_receipts(self) -> bool:
@@ -212,5 +217,11 @@ class RemoteStaging:
             log.warning("%s: the result is published, but old files stay: %s", self.out, error)
 
     def _write_json(self, name: str, value: dict[str, Any]) -> None:
-        text = json.dumps(value, indent=1, ensure_ascii=False).encode(errors="backslashreplace")
-        storage.write(self._of_run(self._run_id, name), text)
+        storage.write(self._of_run(self._run_id, name), to_json(value))
+
+
+def _read_json(uri: Uri) -> dict[str, Any] | None:
+    try:
+        return from_json(storage.read(uri))
+    except FileNotFoundError:
+        return None

@@ -53,11 +53,13 @@ def output_folder(config: RunConfig) -> Place:
     elif len(config.inputs) > 1 or (glob.has_magic(first) and not os.path.exists(first)):
         raise UsageError("several inputs need a name for the result: give -o/--output")
     else:
-        out = Path(f"{PurePath(str(place(first)).partition('?')[0]).stem}.topk")
+        where = place(first)
+        stem = PurePath(where.partition("?")[0]).stem if is_uri(where) else Path(str(where)).resolve().stem
+        out = Path(f"{stem}.topk")
     options = ("items", "item_ids", "head", "allow", "deny", "cache")
     named = [("the input", place(text)) for text in config.inputs]
     named += [(option(name), value) for name in options if (value := getattr(config, name))]
-    if is_uri(out):
+    if isinstance(out, Uri):
         for what, where in named:
             if is_uri(where):
                 _check_apart(out, what, where)

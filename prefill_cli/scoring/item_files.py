@@ -17,6 +17,7 @@ from prefill_cli.config import RunConfig
 from prefill_cli.errors import ItemsError, UsageError, first_line, nearest
 from prefill_cli.matrices import MATRIX_SUFFIXES, TENSOR, Rows, open_matrix
 from prefill_cli.parquet import FAULTS, open_parquet
+from prefill_cli.places import local
 
 PROVENANCE_KEY = "prefill-score"  # of the file's metadata; the value is a JSON object
 PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".npz")
@@ -205,7 +206,7 @@ def _read_matrix(config: RunConfig, path: str) -> RawItems:
     if not config.item_ids:
         numbers = pa.array(np.arange(len(vectors), dtype=np.int64))
         return RawItems(numbers, vectors, _digest([path]), provenance=provenance, mapped=mapped, numbered=True)
-    ids = id_column(config.item_ids, config.item_id_column)
+    ids = id_column(local(config.item_ids), config.item_id_column)
     if len(ids) != len(vectors):
         raise ItemsError(f"{config.item_ids} has {len(ids)} ids, but {path} has {len(vectors)} rows")
     return RawItems(ids, vectors, _digest([path, str(config.item_ids)]), provenance=provenance, mapped=mapped)

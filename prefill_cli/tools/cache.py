@@ -9,6 +9,7 @@ import contextlib
 import shutil
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from prefill_cli import storage
 from prefill_cli.data.cache import (
     SEGMENT_NAME,
     SPACE,
@@ -24,13 +26,15 @@ from prefill_cli.data.cache import (
     BadSegmentError,
     Segment,
     compact,
+    mirror_of,
     open_segment,
     segment_names,
     write_segment,
 )
 from prefill_cli.data.disk import read_json, writing
-from prefill_cli.errors import UsageError, first_line
+from prefill_cli.errors import OutputError, UsageError, first_line
 from prefill_cli.matrices import to_float32
+from prefill_cli.places import Place, beside, is_uri, local
 
 SEGMENT_BYTES = 256 << 20  # of vectors in a segment that pruning writes; all of it is in memory then
 ROW_BYTES = 28  # of a row beside its vector: key, check sum, time
@@ -83,6 +87,36 @@ class SpaceView:
         return [found[s.name] for s in self.segments]
 
 
+@contextlib.contextmanager
+def mirrored(cache: Place) -> Iterator[Path]:
+    """A cache's folder; of one elsewhere a copy on this machine, whose changes are made there too when the block ends."""
+    if not is_uri(cache):
+        yield local(cache)
+        return
+    folder = mirror_of(cache)
+    with storage.reaching(cache, OutputError):
+        before = storage.listing(cache)
+        for name, size in before.items():
+            path = folder / name
+            if not (path.exists() and path.stat().st_size == size):
+                storage.download(beside(cache, name), path)
+        for name, path in _files(folder).items():  # pruned elsewhere; a young one may be on its way from a run here
+            if name not in before and path.stat().st_mtime < time.time() - TORN_AFTER_SEC:
+                path.unlink()
+        stamps = {name: path.stat().st_mtime_ns for name, path in _files(folder).items()}
+        yield folder
+        after = _files(folder)
+        for name, path in after.items():
+            if stamps.get(name) != path.stat().st_mtime_ns:
+                storage.upload(path, beside(cache, name))
+        for name in before.keys() - after.keys():
+            storage.delete(beside(cache, name))
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    return {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+
+
 def view(cache: Path) -> list[SpaceView]:
     """All spaces of a cache.
 
@@ -115,16 +149,17 @@ def _space_view(folder: Path) -> SpaceView:
     return found
 
 
-def describe(cache: Path) -> dict[str, Any]:
+def describe(cache: Place) -> dict[str, Any]:
     """What is there, as plain values."""
-    spaces, now = view(cache), time.time()
-    return {
-        "cache": str(cache),
-        "vectors": sum(space.rows for space in spaces),
-        "bytes": sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()),
-        "free_bytes": shutil.disk_usage(cache).free,
-        "spaces": [_described(space, now) for space in spaces],
-    }
+    with mirrored(cache) as folder:
+        spaces, now = view(folder), time.time()
+        return {
+            "cache": str(cache),
+            "vectors": sum(space.rows for space in spaces),
+            "bytes": sum(path.stat().st_size for path in _files(folder).values()),
+            "free_bytes": shutil.disk_usage(folder).free,
+            "spaces": [_described(space, now) for space in spaces],
+        }
 
 
 def _described(space: SpaceView, now: float) -> dict[str, Any]:
@@ -149,11 +184,16 @@ def _described(space: SpaceView, now: float) -> dict[str, Any]:
 AGES = {"least": 0.0, "median": 0.5, "most": 1.0}
 
 
-def prune(cache: Path, older_than_sec: float | None, max_bytes: int | None) -> dict[str, Any]:
+def prune(cache: Place, older_than_sec: float | None, max_bytes: int | None) -> dict[str, Any]:
     """Remove vectors that no run used for so long, then those unused longest until the rest fits; compact what stays.
 
     Damaged segments, files of writers that died and what runs left word of go too. A file that is not ours stays.
     """
+    with mirrored(cache) as folder:
+        return {"cache": str(cache)} | _prune(folder, older_than_sec, max_bytes)
+
+
+def _prune(cache: Path, older_than_sec: float | None, max_bytes: int | None) -> dict[str, Any]:
     spaces, now = view(cache), time.time()
     before = sum(space.rows for space in spaces)
     used = [np.minimum(np.concatenate([np.empty(0, np.int64), *space.last_used()]), int(now)) for space in spaces]
@@ -165,7 +205,7 @@ def prune(cache: Path, older_than_sec: float | None, max_bytes: int | None) -> d
     for space, times, kept in zip(spaces, used, keep, strict=True):
         _rewrite(space, times, kept, removed)
     rows = sum(space.rows for space in view(cache)) if cache.exists() else 0
-    return {"cache": str(cache), "vectors_before": before, "vectors": rows, "removed_files": removed.total()}
+    return {"vectors_before": before, "vectors": rows, "removed_files": removed.total()}
 
 
 def _first_of_each_key(space: SpaceView, times: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
