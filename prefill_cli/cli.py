@@ -262,7 +262,7 @@ def _score(given: dict[str, Any], with_model: bool) -> None:
     with exits(given["log_format"] or "text"):
         settings = resolve(given, config_file, needs=("model", "items") if with_model else ("items",))
         with exits(settings.log_format):
-            messages = console.listen(settings.log_format, settings.quiet)
+            messages = console.listen(settings.log_format, settings.quiet, True)
             if settings.time_limit:
                 signal.setitimer(signal.ITIMER_REAL, seconds(settings.time_limit, "--time-limit"))
             from prefill_cli import pipeline

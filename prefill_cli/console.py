@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import sys
 import time
 from datetime import UTC, datetime
@@ -12,6 +13,7 @@ from typing import IO, Any
 from prefill_cli.errors import OutputError
 
 LINE_EVERY_SEC = 30.0
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]+")  # names of files may hold them, a line of a log may not
 SUMMARY = (  # what a person wants to see first, and how
     ("status", "{}"), ("output", "{}"), ("rows", "{:,}"), ("rows_out", "{:,}"), ("rejects", "{:,}"), ("tokens", "{:,}"),
     ("truncated_rows", "{:,}"), ("control_token_rows", "{:,}"), ("empty_lists", "{:,}"), ("unknown_ids", "{:,}"),
@@ -54,30 +56,40 @@ def on_terminal(stream: IO[str] | None) -> bool:
 
 
 class Messages(logging.Handler):
-    """The package's log on stderr: text for people, one JSON object a line for machines."""
+    """The package's log on stderr: text for people, one JSON object a line for machines.
 
-    def __init__(self, log_format: str) -> None:
+    dated: where nobody watches, text begins with time and level. A record's `figures` are fields of its JSON object.
+    """
+
+    def __init__(self, log_format: str, dated: bool = False) -> None:
         super().__init__()
         self._json = log_format == "json"
+        self._dated = dated
         self.bar: Any = None
 
     def emit(self, record: logging.LogRecord) -> None:
+        figures = getattr(record, "figures", {})
         if self.bar is not None:
+            if figures:  # the bar tells them
+                return
             self.bar.clear()
-        say(self.format_line(record.levelname.lower(), record.getMessage()))
+        say(self.format_line(record.levelname.lower(), record.getMessage(), **figures))
         if self.bar is not None:
             self.bar.refresh()
 
     def format_line(self, level: str, message: str, **fields: Any) -> str:
-        now = datetime.now(UTC).isoformat(timespec="seconds")
+        now, message = datetime.now(UTC), CONTROL.sub(" ", message)
         if self._json:
-            return json.dumps({"time": now, "level": level, "message": message, **fields}, ensure_ascii=False)
+            told = {"time": now.isoformat(timespec="seconds"), "level": level, "message": message, **fields}
+            return json.dumps(told, ensure_ascii=False)
+        if self._dated and not on_terminal(sys.stderr):
+            return f"{now:%Y-%m-%dT%H:%M:%SZ} {level} {message}"
         return message if level == "info" else f"{level}: {message}"
 
 
-def listen(log_format: str = "text", quiet: bool = False) -> Messages:
-    """Send the package's messages to stderr; `quiet` leaves warnings and errors."""
-    messages = Messages(log_format)
+def listen(log_format: str = "text", quiet: bool = False, dated: bool = False) -> Messages:
+    """Send the package's messages to stderr; `quiet` leaves warnings and errors. dated: see Messages."""
+    messages = Messages(log_format, dated)
     logger = logging.getLogger("prefill_cli")
     logger.handlers[:] = [messages]
     logger.setLevel(logging.WARNING if quiet else logging.INFO)
@@ -120,14 +132,17 @@ class Progress:
             self._bar.update(rows)
         elif not self._quiet and time.monotonic() - self._last_line >= LINE_EVERY_SEC:
             self._last_line = time.monotonic()
-            rate = (self._done - self._done_before) / (self._last_line - self._began)
+            rate, tokens_per_sec = self._per_sec(self._done - self._done_before), self._tokens_per_sec()
             left = f"{(self._rows - self._done) / rate:.0f} s left" if rate else "time left unknown"
-            text = f"{self._done:,} of {self._rows:,} rows, {self._tokens_per_sec():,.0f} tokens/s, {left}"
-            fields = {"rows_done": self._done, "rows": self._rows, "tokens_per_sec": round(self._tokens_per_sec())}
-            say(self._messages.format_line("info", text, **fields))
+            text = f"{self._done:,} of {self._rows:,} rows, {tokens_per_sec:,.0f} tokens/s, {left}"
+            fields = {"rows_done": self._done, "rows": self._rows, "rows_per_sec": round(rate, 1)}
+            say(self._messages.format_line("info", text, **fields, tokens_per_sec=round(tokens_per_sec)))
 
     def _tokens_per_sec(self) -> float:
-        return self._tokens / max(time.monotonic() - self._began, 1e-9)
+        return self._per_sec(self._tokens)
+
+    def _per_sec(self, count: int) -> float:
+        return count / max(time.monotonic() - self._began, 1e-9)
 
 
 def print_summary(totals: dict[str, Any], as_json: bool) -> None:

@@ -80,11 +80,14 @@ def run(config: RunConfig, engine: Engine, progress: Progress, plan: Plan = plan
             log.info("going on after an earlier run: %d of %d shards are done", len(receipts), len(job.shards))
         progress.start(job.plan.rows, sum(shard.rows for shard in receipts))
         reasons: Counter[str] = sum((Counter(receipt["reasons"]) for receipt in receipts.values()), Counter())
+        fresh: Counter[str] = Counter()  # what this run did itself
         try:
             _check_rejects(job, reasons)
             for shard, receipt in engine(job, [s for s in job.shards if s not in receipts], progress):
                 staging.commit(shard, receipt)
                 receipts[shard] = receipt
+                fresh.update({name: receipt[name] for name in ("rows", "tokens")})
+                _tell(job, shard, receipt, fresh, max(time.perf_counter() - began, 1e-9))
                 reasons.update(receipt["reasons"])
                 _check_rejects(job, reasons)
         except BaseException:
@@ -284,6 +287,23 @@ def _only_scorable(
     if job.is_cosine or job.config.normalize:
         drop("its vector has zero length and so no direction", ~vectors.any(axis=1))
     return rows, vectors
+
+
+def _tell(job: Job, shard: Shard, receipt: Receipt, fresh: Counter[str], sec: float) -> None:
+    """That a shard is committed, and how fast this run has been so far."""
+    told = {name: receipt[name] for name in ("rows", "cached_rows", "rejects")}
+    rates = {"rows_per_sec": round(fresh["rows"] / sec, 1), "tokens_per_sec": round(fresh["tokens"] / sec)}
+    log.info(
+        "shard %d of %d done: %s rows, %s rows/s, %s tokens/s, %s cached, %s rejected",
+        shard.index + 1,
+        len(job.shards),
+        f"{told['rows']:,}",
+        f"{rates['rows_per_sec']:,.0f}",
+        f"{rates['tokens_per_sec']:,}",
+        f"{told['cached_rows']:,}",
+        f"{told['rejects']:,}",
+        extra={"figures": {"shard": shard.index, "shards": len(job.shards), **told, **rates}},
+    )
 
 
 def _check_rejects(job: Job, reasons: Counter[str]) -> None:

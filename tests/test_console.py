@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import math
 import os
 import pty
 import re
@@ -21,7 +22,11 @@ from typer.testing import CliRunner
 from prefill_cli import cli, console
 from prefill_cli.data.manifest import is_finished
 
+STAMP = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
 LINE = re.compile(r"[\d,]+ of 30 rows, [\d,]+ tokens/s, (\d+ s left|time left unknown)")
+SHARD = re.compile(
+    r"shard (\d+) of (\d+) done: ([\d,]+) rows, [\d,]+ rows/s, [\d,]+ tokens/s, ([\d,]+) cached, ([\d,]+) rejected"
+)
 
 
 @pytest.fixture
@@ -59,7 +64,9 @@ def test_in_a_cron_job_there_is_no_control_character_and_stdout_is_one_json_obje
     totals = json.loads(stdout)
     assert (totals["status"], totals["rows_out"], totals["output"]) == ("done", 30, output)
     assert is_finished(Path(output))
-    assert re.fullmatch(r"30 rows in 1 file, 50 items, .* in float32 on cpu, at most 64 tokens a prompt\n", stderr.decode())
+    plan, shard = stderr.decode().splitlines()
+    assert re.fullmatch(rf"{STAMP} info 30 rows in 1 file, 50 items, .* on cpu, at most 64 tokens a prompt", plan)
+    assert re.fullmatch(rf"{STAMP} info {SHARD.pattern}", shard)
 
 
 def test_with_stderr_closed_the_run_succeeds_and_stdout_holds_the_result_alone(line, job, command):
@@ -107,6 +114,8 @@ def test_on_a_terminal_there_is_a_live_bar_and_a_table(line):
     assert code == 0, stderr
     assert re.search(r"\r +0%\|.*\| 0/30 \[", stderr), "the bar"
     assert "rows/s" in stderr
+    assert re.search(r"^30 rows in 1 file", stderr), "text for whoever watches has no date"
+    assert not SHARD.search(stderr), "the bar tells it"
     assert stderr.rstrip(" ").endswith("\r"), "the bar is wiped when it is done"
     plain = re.sub(r"\x1b\[[0-9;]*m", "", stdout)
     assert re.search(r"^status +done *\r$", plain, re.M)
@@ -137,7 +146,7 @@ def test_a_full_disk_below_stdout_is_an_error_in_one_line(job, command):
 def test_quiet_leaves_warnings_and_the_result(line, job):
     result = invoke(*line, job.inputs, "--quiet")
     assert json.loads(result.stdout)["rows_out"] == 30
-    assert result.stderr == f"warning: {job.inputs} was named twice and is read once\n"
+    assert re.fullmatch(rf"{STAMP} warning {job.inputs} was named twice and is read once\n", result.stderr)
 
 
 def test_messages_are_told_on_stderr_alone(line):
@@ -155,7 +164,51 @@ def test_every_line_of_the_json_log_is_an_object(line, job, monkeypatch):
     progress = [entry for entry in lines if "rows_done" in entry]
     assert progress[-1]["rows_done"] == progress[-1]["rows"] == 30
     assert progress[-1]["tokens_per_sec"] > 0
+    assert progress[-1]["rows_per_sec"] > 0
     assert LINE.fullmatch(progress[-1]["message"])
+
+
+def shards_told(*arguments: object) -> list[dict[str, object]]:
+    lines = map(json.loads, invoke(*arguments, "--log-format", "json").stderr.splitlines())
+    return [entry for entry in lines if "shard" in entry]
+
+
+def test_each_shard_that_is_done_is_told_once_with_its_figures(line, job, tmp_path):
+    write_prompts(job.inputs, [*job.prompts[:28], None, None])
+    more = ("--shard-rows", "12", "--max-rejects", "3", "--cache", tmp_path / "vectors")
+    told = shards_told(*line, *more)
+    assert [(t["shard"], t["shards"], t["rows"], t["cached_rows"], t["rejects"]) for t in told] == [
+        (0, 3, 12, 0, 0), (1, 3, 12, 0, 0), (2, 3, 6, 0, 2),
+    ]  # fmt: skip
+    names = "time level message shard shards rows rows_per_sec tokens_per_sec cached_rows rejects"
+    for entry in told:
+        assert (entry["level"], set(entry)) == ("info", set(names.split()))
+        assert math.isfinite(entry["rows_per_sec"])
+        assert min(entry["rows_per_sec"], entry["tokens_per_sec"]) > 0
+        number, shards, rows, _, rejects = SHARD.fullmatch(entry["message"]).groups()
+        assert (int(number), int(shards)) == (entry["shard"] + 1, 3)
+        assert (int(rows), int(rejects)) == (entry["rows"], entry["rejects"])
+    again = shards_told(*line, *more, "-k", "4", "--overwrite")
+    assert [t["cached_rows"] for t in again] == [12, 12, 4], "what a cache served is told too"
+
+
+def test_after_a_resume_only_the_new_shards_are_told(line, job):
+    write_prompts(job.inputs, [*job.prompts[:20], *[None] * 10])
+    more = ("--shard-rows", "10", "--max-rejects")
+    assert [t["shard"] for t in shards_told(*line, *more, "9")] == [0, 1, 2]
+    assert shards_told(*line, *more, "10") == []
+    assert is_finished(job.out)
+
+
+def test_rates_are_finite_and_not_negative_on_a_clock_that_stands_still(line, monkeypatch):
+    monkeypatch.setattr(time, "perf_counter", lambda: 5.0)
+    assert all(0 < t["rows_per_sec"] < math.inf for t in shards_told(*line))
+
+
+def test_a_name_with_control_characters_breaks_no_line(capsys, monkeypatch):
+    console.listen(dated=True)
+    logging.getLogger("prefill_cli.x").warning("%s: gone", "a\r\nb\x1b[31m\x9bc")
+    assert re.fullmatch(rf"{STAMP} warning a b \[31m c: gone\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("source", ["option", "file"])
@@ -206,7 +259,8 @@ def test_without_any_stderr_messages_go_nowhere(monkeypatch, capsys):
 def test_a_plain_progress_line_appears_at_the_interval(line, monkeypatch):
     monkeypatch.setattr(console, "LINE_EVERY_SEC", 0)
     told = invoke(*line, "--shard-rows", "10").stderr.splitlines()[1:]
-    assert all(LINE.fullmatch(text) for text in told)
+    assert all(re.fullmatch(rf"{STAMP} info ({LINE.pattern}|{SHARD.pattern})", text) for text in told)
+    told = [text.split(" info ")[1] for text in told if LINE.search(text)]
     assert told[-1].startswith("30 of 30 rows, ")
     assert told[-1].endswith(" 0 s left")
 
@@ -215,7 +269,7 @@ def test_no_progress_line_appears_before_the_interval_is_over(line):
     assert not LINE.search(invoke(*line).stderr)
 
 
-def test_quiet_has_no_progress_line(line, monkeypatch):
+def test_quiet_tells_no_shard_and_has_no_progress_line(line, monkeypatch):
     monkeypatch.setattr(console, "LINE_EVERY_SEC", 0)
     assert invoke(*line, "--quiet").stderr == ""
 
