@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from types import FrameType
@@ -18,13 +18,14 @@ from typing import Annotated, Any, TypeAlias, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from prefill_cli import __version__, console
+from prefill_cli import __version__, console, metrics
 from prefill_cli.config import RunConfig, option, resolve, seconds, size_bytes
 from prefill_cli.errors import Interrupted, ModelError, PrefillScoreError, TimeLimitError, UsageError
 from prefill_cli.places import Place, place
 
-STOP_WITHIN_SEC = 9.0  # from the first signal on
+STOP_WITHIN_SEC, LAST_WORDS_SEC = 9.0, 0.7  # from the first signal on; for last_words, where that was not enough
 EXIT_CODES: dict[int, int] = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGALRM: TimeLimitError().exit_code}
+last_words: list[Callable[[int], None]] = []  # who wants to know the exit code of a process that does not end by itself
 ClickError: type[Any] = typer.BadParameter.__mro__[2]  # ClickException: click's own or Typer's copy of it, by version
 
 
@@ -259,10 +260,13 @@ def run(
 def _score(given: dict[str, Any], with_model: bool) -> None:
     """What `run` and `search` share: everything."""
     config_file = given.pop("config")
-    with exits(given["log_format"] or "text"):
+    report = metrics.Report(given["metrics_file"], given["output"])
+    last_words[:] = [report.fail]
+    with report, exits(given["log_format"] or "text"):
         settings = resolve(given, config_file, needs=("model", "items") if with_model else ("items",))
         with exits(settings.log_format):
             messages = console.listen(settings.log_format, settings.quiet, True)
+            report.open(settings)
             if settings.time_limit:
                 signal.setitimer(signal.ITIMER_REAL, seconds(settings.time_limit, "--time-limit"))
             from prefill_cli import pipeline
@@ -272,6 +276,7 @@ def _score(given: dict[str, Any], with_model: bool) -> None:
             with console.Progress(messages, settings.quiet) as progress:
                 totals = pipeline.run(settings, run_shards, progress, plan)
             console.print_summary(totals, settings.json)
+            report.succeed(totals)
 
 
 @app.command(cls=SectionedHelp, short_help="Search for users' vectors: the same without a model.")
@@ -548,6 +553,10 @@ def _end_in_time(wake: int) -> None:
         os.write(
             2, b"error: stopped before the current batch ended; the same command goes on with the shards that are done\n"
         )
+    for tell in last_words:
+        telling = threading.Thread(target=tell, args=(code,), daemon=True)
+        telling.start()
+        telling.join(LAST_WORDS_SEC)  # a disk that hangs must not keep the process
     os._exit(code)
 
 

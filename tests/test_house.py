@@ -37,7 +37,8 @@ ALLOWED = {
     "engines": {"data", "job", "pipeline"},
     "tools": {"data", "encoding", "scoring", "job"},
     "console": set(),
-    "cli": {"console", "engines", "pipeline", "tools"},
+    "metrics": {"data"},
+    "cli": {"console", "engines", "metrics", "pipeline", "tools"},
 }
 
 
