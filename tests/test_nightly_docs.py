@@ -237,7 +237,7 @@ def test_the_lines_of_the_log_are_as_a_run_writes_them():
 
 @pytest.mark.parametrize("layout", ["nested", "long"])
 def test_the_reader_reads_a_whole_result_and_refuses_another(job, layout):
-    (text,) = (text for text in blocks("python") if "def load" in text)
+    (text,) = (text for text in blocks("python") if "def load(" in text)
     names: dict = {}
     exec(text, names)
     write_prompts(job.inputs, [*random_prompts(29), None])

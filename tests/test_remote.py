@@ -200,6 +200,17 @@ def test_a_reader_during_publication_never_sees_a_mix(job, bucket):
     assert not faults
 
 
+def test_the_readers_recipe_of_the_documents_reads_the_current_run(job, bucket):
+    text = (PROJECT / "docs" / "nightly.md").read_text()
+    (recipe,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def load_elsewhere(" in block)
+    names: dict = {}
+    exec(recipe, names)
+    for k in (3, 4):
+        job.run(output=Uri(f"{bucket}/out"), top_k=k, overwrite=True)
+        job.run(output=job.out, top_k=k, overwrite=True)
+        assert names["load_elsewhere"](f"{bucket}/out").equals(pq.read_table(job.out))
+
+
 def test_a_folder_that_no_run_made_is_not_touched(job, bucket):
     precious = put(Uri(f"{bucket}/out/precious.txt"), b"mine")
     with pytest.raises(OutputError, match=r"holds precious\.txt, which no run of prefill-score made"):
