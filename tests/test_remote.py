@@ -167,8 +167,9 @@ def test_another_result_is_replaced_only_when_told_and_the_one_before_stays_for_
         ]
         assert storage.read(beside(out, "_SUCCESS")) == pointer_to(seen[-1])
     assert {name.split("/")[0] for name in storage.listing(beside(out, "_runs"))} == set(seen[-2:])
-    job.run(output=out, top_k=6, overwrite=True)
-    assert current_run(out) == seen[1], "back to the one before"
+    back = job.run(output=out, top_k=6, overwrite=True)
+    assert current_run(out) == seen[1]
+    assert back["status"] == "unchanged", "the one before is whole and only pointed to"
 
 
 def test_a_reader_during_publication_never_sees_a_mix(job, bucket):

@@ -106,6 +106,9 @@ class RemoteStaging:
         if published is not None:
             refuse_unless(overwrite, f"{self.out} holds the result of another run", published, fingerprint)
         self._leftovers(files, fingerprint, overwrite)
+        if self._finished(self._run_id, files) == fingerprint:  # current some time ago, or killed before it was
+            self._point(current)
+            return None
         run = _read_json(self._of_run(self._run_id, RUN))
         if not (run and run.get("fingerprint") == fingerprint and "choices" in run):
             run = {"fingerprint": fingerprint, "choices": choices}
@@ -200,6 +203,9 @@ class RemoteStaging:
         before = current_run(self.out)
         self._write_json(MANIFEST, manifest | {"parts": parts})
         storage.write(self._of_run(self._run_id, SUCCESS), b"")
+        self._point(before)
+
+    def _point(self, before: str | None) -> None:
         storage.write(beside(self.out, CURRENT), pointer_to(self._run_id))
         storage.write(beside(self.out, SUCCESS), pointer_to(self._run_id))
         self._clean_up(before)
