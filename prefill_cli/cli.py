@@ -1,6 +1,7 @@
 """The commands: options → RunConfig → the job. The only file that exits."""
 
 import contextlib
+import ctypes
 import io
 import os
 import re
@@ -8,6 +9,7 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -18,7 +20,7 @@ from typing import Annotated, Any, TypeAlias, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from prefill_cli import __version__, console, metrics
+from prefill_cli import __version__, console, machine, metrics
 from prefill_cli.config import RunConfig, option, resolve, seconds, size_bytes
 from prefill_cli.errors import Interrupted, ModelError, PrefillScoreError, TimeLimitError, UsageError
 from prefill_cli.places import Place, place
@@ -526,7 +528,10 @@ def exits(log_format: str = "text") -> Iterator[None]:
         code = 128 + signal.SIGPIPE
     except typer.Exit:
         raise
-    except Exception as error:
+    except MemoryError:
+        console.print_error("the memory does not suffice; lower --shard-rows or --max-batch-tokens", log_format)
+        code = PrefillScoreError.exit_code
+    except (Exception, SystemExit) as error:  # SystemExit: nobody but this file ends the run
         code = PrefillScoreError.exit_code
         where = traceback.extract_tb(error.__traceback__)[-1]
         # The error's own words might quote a prompt, so only its kind and place are told.
@@ -545,14 +550,34 @@ def _stop(signum: int, _: FrameType | None) -> None:
     raise TimeLimitError if signum == signal.SIGALRM else Interrupted(signum)
 
 
+def _stop_once(signum: int, frame: FrameType | None) -> None:
+    """The first signal ends the run in order. Of the next ones, which find that under way, _end_in_time hears."""
+    for number in EXIT_CODES:
+        signal.signal(number, _stopping)
+    _stop(signum, frame)
+
+
+def _stopping(*_: object) -> None:
+    pass
+
+
 def _end_in_time(wake: int) -> None:
     """End the process where a signal alone does not: a batch may take long. Nothing is lost that SIGKILL would not lose."""
-    code = EXIT_CODES[os.read(wake, 1)[0]]
-    select.select([wake], [], [], STOP_WITHIN_SEC)  # a second signal ends the wait
-    with contextlib.suppress(OSError):
-        os.write(
-            2, b"error: stopped before the current batch ended; the same command goes on with the shards that are done\n"
-        )
+    code, until = None, float("inf")
+    while (left := until - time.monotonic()) > 0:
+        if not select.select([wake], [], [], min(left, threading.TIMEOUT_MAX))[0]:
+            continue
+        if (heard := EXIT_CODES.get(os.read(wake, 1)[0])) is None:  # a signal that a library asked to hear of
+            continue
+        if code is not None:  # a second one waits for nothing
+            break
+        code, until = heard, time.monotonic() + STOP_WITHIN_SEC
+    _end_now("stopped before the current batch ended; the same command goes on with the shards that are done", code or 1)
+
+
+def _end_now(message: str, code: int) -> None:
+    machine.end_children()
+    console.last_words(message)
     for tell in last_words:
         telling = threading.Thread(target=tell, args=(code,), daemon=True)
         telling.start()
@@ -560,17 +585,32 @@ def _end_in_time(wake: int) -> None:
     os._exit(code)
 
 
+def _bus_error(_: int) -> None:
+    """A mapped file became shorter under the hands of whoever reads it."""
+    _end_now(*machine.shortened())
+
+
+# For C, because Python's own handlers run after the access that fails, which therefore fails for ever.
+BUS_ERROR = ctypes.CFUNCTYPE(None, ctypes.c_int)(_bus_error)
+
+
 def main() -> None:
     """Entry point of `prefill-score`."""
     for signum in EXIT_CODES:
-        signal.signal(signum, _stop)
+        signal.signal(signum, _stop_once)
+    ctypes.CDLL(None).signal(signal.SIGBUS, BUS_ERROR)
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # a closed stdin, stdout or stderr: without this, a
         pass  # file of the result would take its number, and get what a library prints
     os.close(descriptor)
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
-    signal.set_wakeup_fd(woken)
+    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     threading.Thread(target=_end_in_time, args=(wake,), daemon=True).start()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # paths need not be text
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        if signal.getsignal(signal.SIGTERM) is _stopping:  # all is in order now, and threads that hang are not waited for
+            os._exit(end.code if isinstance(end.code, int) else 1)
+        raise

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import select
 import sys
 import time
 from datetime import UTC, datetime
@@ -13,6 +14,7 @@ from typing import IO, Any
 from prefill_cli.errors import OutputError
 
 LINE_EVERY_SEC = 30.0
+LAST_WORDS_SEC = 0.5
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]+")  # names of files may hold them, a line of a log may not
 SUMMARY = (  # what a person wants to see first, and how
     ("status", "{}"), ("output", "{}"), ("rows", "{:,}"), ("rows_out", "{:,}"), ("rejects", "{:,}"), ("tokens", "{:,}"),
@@ -328,3 +330,13 @@ def print_verified(found: dict[str, Any], as_json: bool) -> None:
     print_table(
         [(name, str(found[name])) for name in ("status", "why", "model_type", "device", "dtype", "tolerance") if found[name]]
     )
+
+
+def last_words(message: str) -> None:
+    """An error's line on stderr from a process that ends now and waits for nobody, not for a lock and not for a reader."""
+    handlers = logging.getLogger("prefill_cli").handlers
+    as_json = any(isinstance(handler, Messages) and handler._json for handler in handlers)
+    line = Messages("json" if as_json else "text").format_line("error", message)
+    with contextlib.suppress(OSError):
+        if select.select([], [2], [], LAST_WORDS_SEC)[1]:
+            os.write(2, line.encode(errors="backslashreplace") + b"\n")

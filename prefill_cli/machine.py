@@ -1,16 +1,18 @@
 """What this machine has: free memory, the size of its caches, a C++ compiler."""
 
+import contextlib
 import ctypes
 import hashlib
 import logging
 import os
 import resource
 import shlex
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
 
-from prefill_cli.errors import first_line
+from prefill_cli.errors import PrefillScoreError, first_line
 
 log = logging.getLogger(__name__)
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC")
@@ -19,6 +21,10 @@ MEMINFO = "/proc/meminfo"
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 UNKNOWN_CACHE = 32 << 20
 UNKNOWN_MEMORY = 4 << 30
+COMPILE_WITHIN_SEC = 300
+# Files whose content is memory-mapped: the bytes that they must have, and whose error it is where they lose them.
+MAPPED: dict[Path, tuple[int, type[PrefillScoreError]]] = {}
+_compilers: set[subprocess.Popen[str]] = set()
 
 
 def free_memory(device: str = "cpu") -> float:
@@ -56,7 +62,7 @@ def built(source: Path) -> ctypes.CDLL | None:
     compiler = shlex.split(os.environ.get("CXX", "g++"))
     try:
         return ctypes.CDLL(str(library_path(source, compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: a user without a home
         said = getattr(error, "stderr", None) or str(error)
         log.warning(
             "no %s is compiled, which makes the run slower: %s: %s", source.name, compiler[0], first_line(ValueError(said))
@@ -80,6 +86,44 @@ def library_path(source: Path, compiler: list[str]) -> Path:
             fresh = Path(scratch) / library.name
             link = (f"-L{torch_libraries}", "-ltorch_cpu", f"-Wl,-rpath,{torch_libraries}")
             command = [*compiler, *FLAGS, str(source), "-o", str(fresh), *link]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+            _compile(command)
             fresh.replace(library)
     return library
+
+
+def _compile(command: list[str]) -> None:
+    """Run a compiler; nothing of it outlives this call, nor end_children."""
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0
+    ) as process:
+        _compilers.add(process)
+        try:
+            _, said = process.communicate(timeout=COMPILE_WITHIN_SEC)
+        finally:
+            _end(process)
+            _compilers.discard(process)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, stderr=said)
+
+
+def end_children() -> None:
+    """End the compilers that run, before the process ends without waiting for them."""
+    for process in tuple(_compilers):
+        _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(OSError):  # the whole group: a compiler starts others
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def shortened() -> tuple[str, int]:
+    """The mapped file that lost bytes, in words, and the exit code of whoever must act. Of use after SIGBUS alone."""
+    for path, (size, kind) in tuple(MAPPED.items()):
+        try:
+            found = path.stat().st_size
+        except OSError:
+            found = -1
+        if found < size:
+            return f"{path}: the file became shorter while the run was using it; start the run again", kind.exit_code
+    return "a memory-mapped file became shorter, or the memory is faulty", 128 + signal.SIGBUS

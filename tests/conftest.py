@@ -1,11 +1,13 @@
 """Tiny real models, prompts and item files, built by the tests themselves: no network, nothing random between runs."""
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -142,6 +144,39 @@ def write_items(
     flat = pa.array(vectors.reshape(-1), pa.from_numpy_dtype(vectors.dtype))
     pq.write_table(pa.table({"item_id": ids, "embedding": pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])}), path)
     return path
+
+
+class Server:
+    """crash_server.py, asked a run at a time."""
+
+    def __init__(self, cwd: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(PROJECT / "tests" / "crash_server.py")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=cwd,
+            env=os.environ | {"PYTHONPATH": str(PROJECT)},
+        )  # fmt: skip
+
+    def run(self, argv: list[str], **order: object) -> dict:
+        return self._ask({"argv": argv} | order)
+
+    def together(self, orders: list[dict]) -> list[dict]:
+        """Some at once."""
+        return self._ask({"together": orders})
+
+    def _ask(self, order: dict) -> Any:
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    found = Server(tmp_path_factory.mktemp("server"))  # a folder without a configuration
+    yield found
+    found.close()
 
 
 class Watcher:

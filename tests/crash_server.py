@@ -1,8 +1,11 @@
 """Runs of the command line that die where a test says, each in a fork of one process that has the libraries loaded.
 
 Reads a JSON object a line on stdin: {"argv": [...], "step": name or null, "call": n, "when": "before" | "after"}, and
-answers {"status": wait status, "calls": {step: how often}} on stdout. The fork kills itself with SIGKILL at the n-th call
-of the step. With "kill_after": seconds, the server kills it then, wherever it is. Nothing in the product knows of this.
+answers {"status": wait status, "calls": {step: how often}, "stderr": text, "seconds": from the last signal to the end,
+"left": [processes that outlive it]} on stdout. The fork kills itself with SIGKILL at the n-th call of the step. With
+"kill_after": seconds, the server kills it then, wherever it is. "signals": [[file, seconds, number], ...] sends a signal so
+long after the file is there, or after the one before. "deeds": [[name, argument, ...], ...] of night_deeds.py come first.
+{"together": [order, ...]} does some at once and answers with a list. Nothing in the product knows of this.
 """
 
 import collections
@@ -14,10 +17,12 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
+import night_deeds
 import pyarrow.parquet as pq
-import torch  # noqa: F401
+import torch
 import transformers.models.llama.modeling_llama  # noqa: F401
 from transformers import AutoModel, AutoTokenizer  # noqa: F401
 
@@ -73,39 +78,102 @@ def die(step: str | None, call: int, when: str, calls: collections.Counter) -> N
     staging.sync_folder = cache.sync_folder = disk.sync_folder  # names that were imported before
 
 
-def child(order: dict, report: str) -> None:
-    calls: collections.Counter = collections.Counter()
-    die(order.get("step"), order.get("call", 0), order.get("when", ""), calls)
-    if order.get("without_exchange"):
-        staging.exchange = lambda *_: False
+def child(order: dict, folder: Path) -> None:
+    os.setsid()  # by which its own children are found
     null = os.open(os.devnull, os.O_RDWR)
-    errors = os.open(order.get("stderr", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    errors = os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for target, number in ((null, 0), (null, 1), (errors, 2)):
         os.dup2(target, number)
+    calls: collections.Counter = collections.Counter()
+    if "deeds" in order:
+        torch.set_num_threads(1)  # several of these run at once
+        for name, *arguments in order["deeds"]:
+            getattr(night_deeds, name)(*arguments)
+    else:
+        die(order.get("step"), order.get("call", 0), order.get("when", ""), calls)
+    if order.get("without_exchange"):
+        staging.exchange = lambda *_: False
     sys.argv = ["prefill-score", *order["argv"]]
     code = 0
     try:
         cli.main()
     except SystemExit as stop:
         code = int(stop.code or 0)
-    Path(report).write_text(json.dumps(calls))
+    (folder / "calls").write_text(json.dumps(calls))
     os._exit(code)
+
+
+class Run:
+    """A fork that does an order."""
+
+    def __init__(self, order: dict, folder: Path) -> None:
+        self._folder, self._since = folder, time.monotonic()
+        self._signals = [tuple(signal) for signal in order.get("signals", [])]
+        if "kill_after" in order:
+            self._signals = [(None, order["kill_after"], signal.SIGKILL)]
+        self._signal_pending = False
+        folder.mkdir()
+        self._pid = os.fork()
+        if not self._pid:
+            try:
+                child(order, folder)
+            finally:  # whatever happens, it is not a second server
+                traceback.print_exc()
+                os._exit(99)
+
+    def answer(self) -> dict | None:
+        """None while it runs."""
+        pid, status = os.waitpid(self._pid, os.WNOHANG)
+        if not pid:
+            self._send()
+            return None
+        calls = self._folder / "calls"
+        return {
+            "status": os.waitstatus_to_exitcode(status),
+            "calls": json.loads(calls.read_text()) if calls.exists() else {},
+            "stderr": (self._folder / "stderr").read_text(),
+            "seconds": time.monotonic() - self._since,
+            "left": self._left(),
+        }
+
+    def _send(self) -> None:
+        if not self._signals:
+            return
+        file, seconds, number = self._signals[0]
+        if not self._signal_pending:
+            if file and not os.path.exists(file):
+                return
+            self._signal_pending, self._since = True, time.monotonic()
+        if time.monotonic() - self._since >= seconds:
+            self._signals.pop(0)
+            self._signal_pending, self._since = False, time.monotonic()
+            os.kill(self._pid, number)
+
+    def _left(self) -> list[int]:
+        """Living processes of its session, which are ended now."""
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
+                if int(session) == self._pid and state not in "ZX":
+                    found.append(int(stat.parent.name))
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return found
 
 
 def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         with tempfile.TemporaryDirectory() as scratch:
-            report = os.path.join(scratch, "calls")
-            if not (pid := os.fork()):
-                child(order, report)
-            if "kill_after" in order:
-                time.sleep(order["kill_after"])
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            _, status = os.waitpid(pid, 0)
-            calls = json.loads(Path(report).read_text()) if os.path.exists(report) else {}
-        print(json.dumps({"status": os.waitstatus_to_exitcode(status), "calls": calls}), flush=True)
+            orders = order.get("together", [order])
+            runs = [Run(one, Path(scratch) / str(i)) for i, one in enumerate(orders)]
+            answers: list[dict | None] = [None] * len(runs)
+            while None in answers:
+                answers = [answer or run.answer() for answer, run in zip(answers, runs, strict=True)]
+                time.sleep(0.002)
+        print(json.dumps(answers if "together" in order else answers[0]), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,14 @@
 """Killed anywhere, at any moment: the old result or the new one, a sound cache, and the same command finishes the job."""
 
-import json
-import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import PROJECT, random_prompts, write_prompts
+from conftest import random_prompts, write_prompts
 from crash_server import STEPS
 
 from prefill_cli.data.cache import open_segment
@@ -22,32 +18,6 @@ KILLED = -signal.SIGKILL
 # Steps that a run without one of these does not have.
 ONLY_WITHOUT_EXCHANGE = {"two renames"}
 WHEN = ("before", "after")
-
-
-class Server:
-    """crash_server.py, asked a run at a time."""
-
-    def __init__(self, cwd: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(PROJECT / "tests" / "crash_server.py")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=cwd,
-            env=os.environ | {"PYTHONPATH": str(PROJECT)},
-        )  # fmt: skip
-
-    def run(self, argv: list[str], **order: object) -> dict:
-        self._process.stdin.write(json.dumps({"argv": argv} | order) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
-    def close(self) -> None:
-        self._process.communicate(timeout=60)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    found = Server(tmp_path_factory.mktemp("server"))  # a folder without a configuration
-    yield found
-    found.close()
 
 
 def parts(folder: Path) -> dict[str, bytes]:

@@ -1,0 +1,225 @@
+"""What a nightly run meets on its machine: signals, full disks, files that go, clocks that jump, locks that stay.
+
+Every run is a process of its own, forked where the libraries are loaded (crash_server.py), and what befalls it is in
+night_deeds.py. Afterwards the old result is intact, stderr has one line, and the same command finishes the job.
+"""
+
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import HIDDEN, write_items
+from test_crash import parts
+
+from prefill_cli.data.manifest import is_finished
+
+TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)
+CODES = {TERM: 143, INT: 130}
+NO_PROCESS = 2**22 + 5  # beyond the largest number of one
+AT_ONCE = 4
+
+
+class Place:
+    """A folder with yesterday's result and everything that tonight's run reads."""
+
+    def __init__(self, folder: Path, night: SimpleNamespace, items: str = "items.parquet") -> None:
+        self.folder, self.out, self._night = folder, folder / "out", night
+        shutil.copytree(night.before, folder, dirs_exist_ok=True)  # keeps the times of files
+        self.argv = [
+            "run", folder / "prompts.parquet", "-m", folder / "model", "-i", folder / items, "-k", 5, "--device", "cpu",
+            "--dtype", "float32", "--quiet", "--shard-rows", 8, "--overwrite", "-o", self.out,
+        ]  # fmt: skip
+        self.mark = folder / "mark"
+
+    def order(self, *deeds: list, more: tuple = (), signals: tuple = ()) -> dict:
+        words = [str(word) for word in (*self.argv, *more)]
+        named = [[str(x) if isinstance(x, Path) else x for x in deed] for deed in deeds]
+        return {"argv": words, "deeds": named, "signals": [[str(self.mark), *signals[0]], *([None, *s] for s in signals[1:])]
+                if signals else []}  # fmt: skip
+
+    def receipts(self) -> int:
+        return len(list((self.folder / ".out.staging" / "receipts").glob("*.json")))
+
+    def check_old(self) -> None:
+        assert parts(self.out) == self._night.old
+        assert is_finished(self.out)
+
+    def mend(self, *names: str) -> None:
+        for name in names:
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+            source = self._night.before / name
+            (shutil.copytree if source.is_dir() else shutil.copy2)(source, self.folder / name)
+
+    def check_new(self) -> None:
+        assert parts(self.out) == self._night.new
+        assert is_finished(self.out)
+        assert not [name for name in os.listdir(self.folder) if name.startswith(".out")], "no staging folder, no lock"
+
+
+@pytest.fixture(scope="module")
+def night(tmp_path_factory, llama, server):
+    """Yesterday's result with its inputs, and the bytes of tonight's."""
+    from conftest import random_prompts, write_prompts
+
+    before = tmp_path_factory.mktemp("night")
+    write_prompts(before / "prompts.parquet", random_prompts(30))
+    write_items(before / "items.parquet")
+    np.save(before / "items.npy", np.random.default_rng(3).standard_normal((50, HIDDEN), dtype=np.float32))
+    shutil.copytree(llama, before / "model")
+    found = SimpleNamespace(before=before, server=server, old={}, new={})
+    whole = Place(tmp_path_factory.mktemp("whole"), found)
+    yesterday = Place(before, SimpleNamespace(before=tmp_path_factory.mktemp("empty")))
+    ended = server.together([whole.order(), yesterday.order(more=("-k", 2))])
+    assert [run["status"] for run in ended] == [0, 0], ended
+    found.old, found.new = parts(before / "out"), parts(whole.out)
+    return found
+
+
+@pytest.fixture
+def place(night, tmp_path):
+    made = iter(range(100))
+    return lambda **options: Place(tmp_path / f"place{next(made)}", night, **options)
+
+
+def some_at_once(server, orders: list[dict], at_once: int = AT_ONCE) -> list[dict]:
+    """A machine of two cores has no use for more; those that only wait can be more."""
+    return [run for i in range(0, len(orders), at_once) for run in server.together(orders[i : i + at_once])]
+
+
+def finish(server, places: list[Place]) -> None:
+    """The same commands, left alone."""
+    ended = some_at_once(server, [place.order() for place in places])
+    assert [(run["status"], run["stderr"]) for run in ended] == [(0, "")] * len(places)
+    for place in places:
+        place.check_new()
+
+
+def check_one_line(run: dict, code: int, *words: str) -> None:
+    """The exit code, one sentence on stderr that says so, and nobody left behind."""
+    assert run["status"] == code, run
+    line = "[^\\n]*".join(("error: ", *words, ""))
+    assert re.fullmatch(rf"{line}\n", run["stderr"]), run["stderr"]
+    assert "Traceback" not in run["stderr"]
+    assert run["left"] == []
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+# Where a run is when the signals come, and the seconds within which it has to end after the last of them.
+ENDS = {
+    "a batch sleeps": ([["stuck", "batch", "python"]], [TERM], 10),
+    "a batch is in C": ([["stuck", "batch", "c"]], [INT], 10),
+    "the model is loading": ([["stuck", "load", "c"]], [TERM], 10),
+    "files are hashed": ([["stuck", "hash", "python"]], [INT], 10),
+    "the disk gives no bytes to hash": ([["stuck", "hash", "c"]], [TERM], 10),
+    "a compiler runs": ([["compiler"]], [INT], 10),
+    "a compiler runs beside the main thread": ([["compile_while_loading"]], [TERM], 10),
+    "a batch sleeps, and nobody has patience": ([["stuck", "batch", "python"]], [TERM, TERM], 2),
+    "the model is loading, and nobody has patience": ([["stuck", "load", "c"]], [INT, TERM], 2),
+    "lists are being written": ([["slow_finish"], ["stuck", "batch", "python"]], [TERM], 10),
+}
+
+
+def test_a_signal_ends_a_run_within_ten_seconds_wherever_it_is_and_a_second_one_at_once(night, place, thorough):
+    orders, places = [], []
+    for deeds, signals, _ in ENDS.values():
+        here = place()
+        told = []
+        for name, *rest in deeds:
+            files = [here.mark, here.folder] if name.startswith("compile") else [here.mark]
+            if name == "slow_finish":
+                files = [here.mark, 2]
+            elif len(deeds) > 1:
+                files = [here.folder / "unused"]
+            told.append([name, *rest, *files])
+        more = ("--compile",) if ["compiler"] in deeds else ()
+        orders.append(here.order(*told, more=more, signals=tuple((0.3, number) for number in signals)))
+        places.append(here)
+    for (what, (_, signals, within)), run, here in zip(ENDS.items(), night.server.together(orders), places, strict=True):
+        check_one_line(run, CODES[signals[0]], "stopped", "the same command goes on")
+        assert run["seconds"] < within, what
+        here.check_old()
+        if what == "lists are being written":
+            assert here.receipts() == 2, "a shard that had its vectors is committed"
+    finish(night.server, places if thorough else places[::3])
+
+
+# --- the time limit ---------------------------------------------------------------------------------------------------
+
+
+def test_a_time_limit_ends_a_run_with_124_and_one_that_is_not_reached_changes_nothing(night, place, tmp_path):
+    limited, free, search = place(), place(), place()
+    users = np.random.default_rng(0).standard_normal((30, HIDDEN), dtype=np.float32)
+    lists = pa.FixedSizeListArray.from_arrays(pa.array(users.ravel()), HIDDEN)
+    pq.write_table(pa.table({"user_id": pa.array(range(30)), "embedding": lists}), search.folder / "users.parquet")
+    search.argv = [
+        "search", search.folder / "users.parquet", "-i", search.folder / "items.parquet", "-k", 5, "--device", "cpu",
+        "--quiet", "--shard-rows", 8, "--overwrite", "-o", search.folder / "found",
+    ]  # fmt: skip
+    wrong = ["0s", "-1s", "2x", "soon", ""]
+    runs = night.server.together(
+        [
+            limited.order(["slow_batches", 0.8], more=("--time-limit", "2s")),
+            search.order(["slow_search", 4], more=("--time-limit", "2s")),
+            free.order(more=("--time-limit", "1h")),
+            *(limited.order(more=("--time-limit", text)) for text in wrong),
+            search.order(more=("--time-limit", "soon")),
+        ]
+    )
+    for run, here in zip(runs[:2], (limited, search), strict=True):
+        check_one_line(
+            run, 124, "by --time-limit; the same command goes on" if here is limited else "the same command goes on"
+        )
+        assert run["seconds"] < 15  # the limit, ten seconds, and some for a machine that does the others too
+        here.check_old()
+    assert (runs[2]["status"], runs[2]["stderr"]) == (0, "")
+    free.check_new()
+    for run in runs[3:]:
+        check_one_line(run, 2, "--time-limit")
+    finish(night.server, [limited])
+    assert night.server.run(search.order()["argv"])["status"] == 0
+    assert is_finished(search.folder / "found")
+
+
+def test_a_time_limit_that_ends_while_libraries_load_is_one_line_too(command, place):
+    here = place()
+    ended = command(*here.argv, "--time-limit", "1s")
+    assert (ended.returncode, ended.stdout) == (124, "")
+    assert ended.stderr == "error: stopped by --time-limit; the same command goes on where this one ended\n"
+    here.check_old()
+
+
+# --- threads that fail ------------------------------------------------------------------------------------------------
+
+FAILURES = {
+    ("read", "RuntimeError"): (1, "a bug in prefill-score: RuntimeError in night_deeds.py"),
+    ("encode", "RuntimeError"): (1, "a bug in prefill-score: RuntimeError in night_deeds.py"),
+    ("finish", "RuntimeError"): (1, "a bug in prefill-score: RuntimeError in night_deeds.py"),
+    ("batch", "RuntimeError"): (1, "a bug in prefill-score: RuntimeError in night_deeds.py"),
+    ("read", "MemoryError"): (1, "the memory does not suffice"),
+    ("encode", "MemoryError"): (1, "the memory does not suffice"),
+    ("finish", "MemoryError"): (1, "the memory does not suffice"),
+    ("finish", "SystemExit"): (1, "a bug in prefill-score: SystemExit"),
+}
+
+
+def test_a_thread_that_fails_ends_the_run_in_seconds_and_leaves_no_process(night, place, thorough):
+    places = [place() for _ in FAILURES]
+    orders = [
+        here.order(["fail", where, kind, 1 if where == "batch" else 3], ["slow_batches", 0.2])
+        for (where, kind), here in zip(FAILURES, places, strict=True)
+    ]
+    runs = some_at_once(night.server, orders, at_once=len(orders))
+    for (what, (code, words)), run, here in zip(FAILURES.items(), runs, places, strict=True):
+        assert run["status"] == code, (what, run)
+        check_one_line(run, code, words)
+        assert run["seconds"] < 20, what  # from the start on, beside all the others
+        here.check_old()
+    finish(night.server, places if thorough else places[::3])
