@@ -4,10 +4,13 @@ Every run is a process of its own, forked where the libraries are loaded (crash_
 night_deeds.py. Afterwards the old result is intact, stderr has one line, and the same command finishes the job.
 """
 
+import contextlib
 import os
 import re
 import shutil
 import signal
+import subprocess
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +21,7 @@ import pytest
 from conftest import HIDDEN, write_items
 from test_crash import parts
 
+from prefill_cli.data.disk import read_json
 from prefill_cli.data.manifest import is_finished
 
 TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)
@@ -194,6 +198,169 @@ def test_a_time_limit_that_ends_while_libraries_load_is_one_line_too(command, pl
     assert (ended.returncode, ended.stdout) == (124, "")
     assert ended.stderr == "error: stopped by --time-limit; the same command goes on where this one ended\n"
     here.check_old()
+
+
+# --- disks ------------------------------------------------------------------------------------------------------------
+
+
+def mounted(folder: Path, options: str) -> bool:
+    folder.mkdir(exist_ok=True)
+    line = ["mount", "-t", "tmpfs", "-o", options, "night", folder]
+    return subprocess.run(line, check=False, capture_output=True).returncode == 0
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path):
+    """A disk of a megabyte in a folder's place."""
+    assert mounted(folder, "size=1m")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill(folder: Path, but: int) -> Path:
+    """Leave so many bytes."""
+    filler = folder / "filler"
+    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    filler.write_bytes(b"\1" * (free - but))
+    return filler
+
+
+def can_mount() -> bool:
+    if os.geteuid() or not shutil.which("mount"):
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        if mounted(Path(folder), "size=64k"):
+            subprocess.run(["umount", folder], check=True)
+            return True
+    return False
+
+
+needs_mount = pytest.mark.skipif(not can_mount(), reason="this user may not mount; the limit on files is tested instead")
+
+
+@needs_mount
+def test_a_disk_that_fills_up_is_told_with_its_free_bytes_and_the_same_command_goes_on(night, place, tmp_path):
+    (tmp_path / "place0").mkdir()
+    with small_disk(tmp_path / "place0"):
+        here = place()
+        filler = fill(here.folder, but=20_480)
+        run = night.server.run(**here.order())
+        check_one_line(run, 6, str(here.folder), r"No space left on device \([\d,]+ bytes are free\); free some space")
+        assert 0 < here.receipts() < 4
+        here.check_old()
+        filler.unlink()
+        finish(night.server, [here])
+
+
+def test_a_file_that_the_system_lets_grow_no_more_is_told_and_the_same_command_goes_on(night, place):
+    here = place()
+    run = night.server.run(**here.order(["files_of_at_most", 2_048]))
+    check_one_line(run, 6, str(here.folder), "cannot be written: File too large")
+    here.check_old()
+    finish(night.server, [here])
+
+
+def cached_rows(here: Place) -> int:
+    return read_json(here.out / "_manifest.json")["totals"]["cached_rows"]
+
+
+def test_a_cache_that_cannot_take_more_is_one_warning_and_serves_all_the_same(night, place, tmp_path):
+    """A full disk by a limit on files, a folder that nobody may write to with vectors in it, and one without."""
+    limited, read_only, empty = place(), place(), place()
+    for here in (limited, read_only, empty):
+        here.argv += ["--cache", here.folder / "vectors"]
+    shorter = read_only.order(more=("-o", read_only.folder / "first"))
+    assert night.server.run(**shorter)["status"] == 0
+    space = next((read_only.folder / "vectors").iterdir())
+    (space / "uses").joinpath("later").touch()
+    (empty.folder / "vectors").mkdir()
+    for folder in (space, space / "uses", read_only.folder / "vectors", empty.folder / "vectors"):
+        folder.chmod(0o555)
+    runs = night.server.together(
+        [
+            limited.order(["segments_of_at_most", 100]),
+            read_only.order(["no_powers"]),
+            empty.order(["no_powers"]),
+        ]
+    )
+    for run, why in zip(runs, ("File too large", "Permission denied", "Permission denied"), strict=True):
+        assert run["status"] == 0, run
+        assert re.fullmatch(rf"\S+ warning the cache [^\n]*{why}[^\n]*\n", run["stderr"]), run["stderr"]
+    assert [cached_rows(here) for here in (limited, read_only, empty)] == [0, 30, 0]
+    for here in (limited, read_only, empty):
+        here.check_new()
+
+
+@needs_mount
+def test_full_disks_of_the_cache_and_of_the_compiled_kernels_are_warnings(night, place, tmp_path):
+    with small_disk(tmp_path / "full"):
+        here, compiled = place(), place()
+        (tmp_path / "full" / "vectors").mkdir()
+        fill(tmp_path / "full", but=0)
+        runs = night.server.together(
+            [
+                here.order(more=("--cache", tmp_path / "full" / "vectors")),
+                compiled.order(["kernels_at", tmp_path / "full"], more=("--compile",)),
+            ]
+        )
+    for run, what in zip(runs, ("the cache stays as it is", "no scan.cpp is compiled"), strict=True):
+        assert run["status"] == 0, run
+        assert re.fullmatch(rf"\S+ warning {what}[^\n]*No space left on device[^\n]*\n", run["stderr"]), run["stderr"]
+    here.check_new()
+    compiled.check_new()
+
+
+def test_a_place_for_kernels_that_is_not_there_is_a_warning(night, place):
+    nowhere, homeless = place(), place()
+    orders = [
+        nowhere.order(["kernels_at", "/proc/nowhere"], more=("--compile",)),
+        homeless.order(["homeless"], more=("--compile",)),
+    ]
+    for run, here in zip(night.server.together(orders), (nowhere, homeless), strict=True):
+        assert run["status"] == 0, run
+        assert re.fullmatch(r"\S+ warning no scan\.cpp is compiled, which makes the run slower: [^\n]*\n", run["stderr"])
+        here.check_new()
+
+
+def test_an_output_folder_that_is_read_only_is_refused_and_stays(night, place):
+    here = place()
+    here.folder.chmod(0o555)
+    run = night.server.run(**here.order(["no_powers"]))
+    check_one_line(run, 6, r"\.out\.lock: cannot be written: Permission denied")
+    here.check_old()
+    here.folder.chmod(0o755)
+    finish(night.server, [here])
+
+
+@needs_mount
+def test_an_output_disk_that_is_read_only_is_refused_and_stays(night, place, tmp_path):
+    (tmp_path / "place0").mkdir()
+    with small_disk(tmp_path / "place0"):
+        here = place()
+        subprocess.run(["mount", "-o", "remount,ro", here.folder], check=True)
+        run = night.server.run(**here.order())
+        check_one_line(run, 6, r"\.out\.lock: cannot be written: Read-only file system")
+        here.check_old()
+
+
+# --- clocks -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_clock_that_jumps_changes_no_byte_and_makes_no_figure_negative(night, place):
+    here = place()
+    here.argv += ["--cache", here.folder / "vectors"]
+    for _ in range(2):
+        run = night.server.run(**here.order(["jumping_clock"]))
+        assert (run["status"], run["stderr"]) == (0, "")
+        here.check_new()
+        totals = read_json(here.out / "_manifest.json")["totals"]
+        figures = {name: value for name, value in totals.items() if isinstance(value, int | float)}
+        assert min(figures.values()) >= 0, figures
+        assert all(value < 100 for name, value in figures.items() if name.endswith("_sec") and "_per_" not in name), figures
+        shutil.rmtree(here.out)  # the second time vectors come from the cache
+    assert totals["cached_rows"] == 30
 
 
 # --- threads that fail ------------------------------------------------------------------------------------------------

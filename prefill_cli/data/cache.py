@@ -208,12 +208,16 @@ class VectorCache:
         self._width = width
         self._began = time.time()
         self._writable = True
-        with writing(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / USES).mkdir(exist_ok=True)
-        if not (self.folder / SPACE).exists():
-            write_json(self.folder / SPACE, space)
-        if self._far:
+        with writing(self.folder.parent):
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with writing(self.folder):
+                (self.folder / USES).mkdir(parents=True, exist_ok=True)
+            if not (self.folder / SPACE).exists():
+                write_json(self.folder / SPACE, space)
+        except OutputError as error:
+            self._stays(error)
+        if self._far and self._writable:
             names = [*names]
             self._pull(self._far, names)
         self._segments = [s for name in names if (s := self._opened(name))]
@@ -304,8 +308,12 @@ class VectorCache:
             try:
                 self._push(write_segment(self.folder, np.ascontiguousarray(keys[new]), compact(vectors[new]), used))
             except OutputError as error:
-                self._writable = False  # the run is worth more than what it would save the next one
-                log.warning("the cache stays as it is: %s", error)
+                self._stays(error)
+
+    def _stays(self, error: OutputError) -> None:
+        """Told once. The run is worth more than what it would save the next one."""
+        self._writable = False
+        log.warning("the cache stays as it is: %s", error)
 
     def close(self) -> None:
         """Leave word of which vectors were used, for whoever prunes."""
