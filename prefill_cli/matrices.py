@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefill_cli.errors import PrefillScoreError, first_line, nearest
+from prefill_cli.machine import MAPPED
 
 TENSOR = "embeddings"
 MATRIX_SUFFIXES = (".npy", ".safetensors")
@@ -43,7 +44,10 @@ class FileRows:
         return out
 
     def _read(self, start: int, rows: int) -> npt.NDArray[Any]:
-        found = np.fromfile(self.path, self.dtype, rows * self.shape[1], offset=self._offset + start * self._row_bytes)
+        try:
+            found = np.fromfile(self.path, self.dtype, rows * self.shape[1], offset=self._offset + start * self._row_bytes)
+        except OSError as fault:
+            raise self._error(f"{self.path}: the file was there when the run began: {fault.strerror or fault}") from None
         if found.size != rows * self.shape[1]:
             raise self._error(f"{self.path}: the file became shorter while the run was using it; start the run again")
         return found.reshape(rows, self.shape[1])
@@ -122,8 +126,10 @@ def _check(path: Path, shape: Sequence[int], dtype: Any, is_float: bool, error: 
 def _rows_of_file(path: Path, offset: int, dtype: Any, shape: tuple[int, int], error: type[PrefillScoreError]) -> Rows:
     """The numbers memory-mapped where the address space has room, else read piece by piece."""
     rows = FileRows(path, offset, dtype, shape, error)
-    if path.stat().st_size < offset + shape[0] * shape[1] * rows.dtype.itemsize:
+    size = offset + shape[0] * shape[1] * rows.dtype.itemsize
+    if path.stat().st_size < size:
         raise error(f"{path}: the file is shorter than its header says")
+    MAPPED[path] = size, error
     try:
         return np.memmap(path, dtype, "r", offset, shape) if shape[0] and shape[1] else rows[:]
     except (OSError, MemoryError):

@@ -4,10 +4,11 @@
 A `Worker` does a shard in three steps, `read`, `encode` and `finish`, which an engine may overlap over shards.
 """
 
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -50,7 +51,7 @@ class Progress(Protocol):
 class Engine(Protocol):
     """Who runs which shard: yields each with its receipt once its files are in place."""
 
-    def __call__(self, job: Job, shards: Sequence[Shard], progress: Progress) -> Iterator[tuple[Shard, Receipt]]: ...
+    def __call__(self, job: Job, shards: Sequence[Shard], progress: Progress) -> Generator[tuple[Shard, Receipt]]: ...
 
 
 __all__ = ["plan_job", "plan_search", "run"]
@@ -83,16 +84,19 @@ def run(config: RunConfig, engine: Engine, progress: Progress, plan: Plan = plan
         fresh: Counter[str] = Counter()  # what this run did itself
         try:
             _check_rejects(job, reasons)
-            for shard, receipt in engine(job, [s for s in job.shards if s not in receipts], progress):
-                staging.commit(shard, receipt)
-                receipts[shard] = receipt
-                fresh.update({name: receipt[name] for name in ("rows", "tokens")})
-                _tell(job, shard, receipt, fresh, max(time.perf_counter() - began, 1e-9))
-                reasons.update(receipt["reasons"])
-                _check_rejects(job, reasons)
+            # Closed in any case, so that nothing of it still writes when the lock goes.
+            with contextlib.closing(engine(job, [s for s in job.shards if s not in receipts], progress)) as doing:
+                for shard, receipt in doing:
+                    staging.commit(shard, receipt)
+                    receipts[shard] = receipt
+                    fresh.update({name: receipt[name] for name in ("rows", "tokens")})
+                    _tell(job, shard, receipt, fresh, max(time.perf_counter() - began, 1e-9))
+                    reasons.update(receipt["reasons"])
+                    _check_rejects(job, reasons)
         except BaseException:
             if not staging.has_receipts():  # nothing to take up, so nothing to leave
-                staging.discard()
+                with contextlib.suppress(OutputError):  # what ended the run is told, not that its leftovers resist
+                    staging.discard()
             raise
         totals = totals_of(job, [receipts[shard] for shard in job.shards], time.perf_counter() - began)
         staging.publish(manifest_of(job, fingerprint, totals))
@@ -192,6 +196,8 @@ class Worker:
         entries = results.write_part(staging.part(shard), job.form, found)
         results.write_rejects(staging.rejects(shard), rows.rejects)
         job.items.check_unchanged()
+        if job.folder:
+            job.folder.check_unchanged()
         return {
             "rows": shard.rows,
             "rows_out": len(rows.input_ids),

@@ -5,10 +5,12 @@ night_deeds.py. Afterwards the old result is intact, stderr has one line, and th
 """
 
 import contextlib
+import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 from pathlib import Path
@@ -21,8 +23,10 @@ import pytest
 from conftest import HIDDEN, write_items
 from test_crash import parts
 
+from prefill_cli.data import staging
 from prefill_cli.data.disk import read_json
 from prefill_cli.data.manifest import is_finished
+from prefill_cli.errors import OutputError
 
 TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)
 CODES = {TERM: 143, INT: 130}
@@ -345,6 +349,72 @@ def test_an_output_disk_that_is_read_only_is_refused_and_stays(night, place, tmp
         here.check_old()
 
 
+# --- files that change under the run ----------------------------------------------------------------------------------
+
+INPUT, MATRIX, WEIGHTS = "prompts.parquet", "items.npy", "model/model.safetensors"
+CHANGES = {  # when, what, of which file: the exit code and words of the sentence
+    ("planned", "vanish", INPUT): (3, "was there when the run began"),
+    ("planned", "halve", INPUT): (3, "changed while the run was reading it"),
+    ("planned", "change", INPUT): (3, "changed while the run was reading it"),
+    ("reading", "vanish", INPUT): (3, "was there when the run began"),
+    ("reading", "halve", INPUT): (3, "prompts.parquet"),
+    ("reading", "truncate", INPUT): (3, "prompts.parquet"),
+    ("reading", "change", INPUT): (3, "changed while the run was reading it"),
+    ("search", "vanish", MATRIX): (4, "the item file changed while the run was using it"),
+    ("search", "truncate", MATRIX): (4, "the file became shorter while the run was using it"),
+    ("finish", "change", MATRIX): (4, "the item file changed while the run was using it"),
+    ("planned", "vanish", "items.parquet"): (0, ""),  # it was read and checked before
+    ("planned", "vanish", "model"): (5, "the weights changed while the run was using them"),
+    ("planned", "change", WEIGHTS): (5, "the weights changed while the run was using them"),
+    ("finish", "change", WEIGHTS): (5, "the weights changed while the run was using them"),
+    ("finish", "vanish", "model"): (0, ""),  # it is loaded
+    ("finish", "vanish", ".out.staging"): (6, "cannot be written", "its folder was removed meanwhile"),
+    ("finish", "vanish", ".out.staging/result/part-00000.parquet"): (6, "part-00000.parquet: gone or changed"),
+    ("publish", "vanish", ".out.staging/result/part-00000.parquet"): (6, "part-00000.parquet: gone or changed"),
+    ("publish", "vanish", "out"): (0, ""),
+    ("publish", "put", "out/notes.txt"): (6, "out: holds notes.txt, which no run of prefill-score made; move it away"),
+}
+
+
+def test_what_changes_under_a_run_ends_it_with_the_code_of_whoever_must_act_and_never_costs_the_old_result(
+    night, place, thorough
+):
+    places, orders = [], []
+    for when, what, name in CHANGES:
+        here = place(items=MATRIX if name == MATRIX else "items.parquet")
+        call = 2 if when in ("search", "finish", "reading") else 1
+        orders.append(here.order(["harm", when, what, here.folder / name, call]))
+        places.append(here)
+    unfinished = []
+    for (change, expected), run, here in zip(CHANGES.items(), some_at_once(night.server, orders), places, strict=True):
+        code, *words = expected
+        name = change[2]
+        if not code:
+            assert (run["status"], run["stderr"]) == (0, ""), (change, run)
+            here.check_new()
+            continue
+        assert run["status"] == code, (change, run)
+        check_one_line(run, code, *words)
+        here.check_old()
+        if name == "out/notes.txt":
+            assert (here.out / "notes.txt").read_text() == "another program's"
+            (here.out / "notes.txt").unlink()
+        elif not name.startswith(".out"):
+            here.mend(name)
+        if name != MATRIX:  # whose ids are row numbers
+            unfinished.append(here)
+    finish(night.server, unfinished if thorough else unfinished[::3])
+
+
+def test_a_matrix_of_users_vectors_that_is_cut_under_a_search_is_an_error_of_the_input(night, place):
+    here = place()
+    np.save(here.folder / "users.npy", np.random.default_rng(0).standard_normal((3_000, HIDDEN), dtype=np.float32))
+    here.argv = ["search", here.folder / "users.npy", "-i", here.folder / "items.parquet", "-k", 5, "--quiet",
+                 "--shard-rows", 1_000, "-o", here.folder / "found"]  # fmt: skip
+    run = night.server.run(**here.order(["harm", "reading", "truncate", here.folder / "users.npy", 2]))
+    check_one_line(run, 3, r"users\.npy: the file (became shorter|changed)")
+
+
 # --- clocks -----------------------------------------------------------------------------------------------------------
 
 
@@ -361,6 +431,88 @@ def test_a_clock_that_jumps_changes_no_byte_and_makes_no_figure_negative(night, 
         assert all(value < 100 for name, value in figures.items() if name.endswith("_sec") and "_per_" not in name), figures
         shutil.rmtree(here.out)  # the second time vectors come from the cache
     assert totals["cached_rows"] == 30
+
+
+# --- locks ------------------------------------------------------------------------------------------------------------
+
+
+def lock_of(folder: Path, pid: int, host: str) -> Path:
+    path = folder / ".out.lock"
+    path.write_text(json.dumps({"pid": pid, "host": host}))
+    return path
+
+
+def hold(folder: Path) -> None:
+    with staging.locked(folder / "out"):
+        assert read_json(folder / ".out.lock", sealed=False) == {"pid": os.getpid(), "host": socket.gethostname()}
+    assert os.listdir(folder) == []
+
+
+@pytest.fixture
+def no_flock(monkeypatch):
+    import night_deeds
+
+    monkeypatch.setattr(staging.fcntl, "flock", staging.fcntl.flock)  # put back afterwards
+    night_deeds.no_flock()
+
+
+@pytest.mark.parametrize("host", [socket.gethostname(), "elsewhere"])
+def test_a_lock_that_a_dead_process_of_any_host_left_is_taken_over_and_told(tmp_path, caplog, host):
+    caplog.set_level("INFO")
+    lock_of(tmp_path, NO_PROCESS, host)
+    hold(tmp_path)
+    assert f"process {NO_PROCESS} on {host} left this lock and lives no more; taken over" in caplog.text
+
+
+def test_without_flock_the_lock_of_a_dead_process_of_this_host_is_taken_over(tmp_path, caplog, no_flock):
+    caplog.set_level("INFO")
+    lock_of(tmp_path, NO_PROCESS, socket.gethostname())
+    hold(tmp_path)
+    assert caplog.text.count(f"process {NO_PROCESS} on {socket.gethostname()} left this lock and lives no more") == 1
+    (tmp_path / ".out.lock").touch()  # by somebody who died before writing a name into it
+    hold(tmp_path)
+    hold(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("pid", "host", "words"),
+    [
+        (os.getppid(), socket.gethostname(), "is writing this output; wait for it"),
+        (
+            NO_PROCESS,
+            "elsewhere",
+            "left this lock, .* make sure that it does not, remove the file, and give the same command",
+        ),
+    ],
+)
+def test_without_flock_a_lock_that_may_be_held_is_refused_with_its_holder_and_stays(tmp_path, no_flock, pid, host, words):
+    content = lock_of(tmp_path, pid, host).read_text()
+    with pytest.raises(OutputError, match=f"process {pid} on {host} {words}"), staging.locked(tmp_path / "out"):
+        pass
+    assert os.listdir(tmp_path) == [".out.lock"]
+    assert (tmp_path / ".out.lock").read_text() == content
+
+
+def test_the_lock_of_another_who_came_after_ours_was_removed_stays(tmp_path):
+    with staging.locked(tmp_path / "out"):
+        (tmp_path / ".out.lock").unlink()
+        lock_of(tmp_path, 1, "elsewhere")
+    assert os.listdir(tmp_path) == [".out.lock"]
+
+
+def test_without_flock_no_two_hold_a_lock_whoever_dies(server, tmp_path):
+    orders = [{"argv": [], "deeds": [["lock_storm", str(tmp_path), 150, seed]]} for seed in range(4)]
+    assert [run["status"] for run in server.together(orders)] == [0, 0, 0, 0]
+    assert {name for name in os.listdir(tmp_path) if name.startswith(".")} <= {".out.lock"}
+
+
+def test_without_flock_one_of_two_runs_wins_and_the_other_names_it(night, place):
+    here = place()
+    runs = night.server.together([here.order(["no_flock"], ["slow_batches", 0.2])] * 2)
+    won, lost = sorted(runs, key=lambda run: run["status"])
+    assert (won["status"], won["stderr"]) == (0, "")
+    check_one_line(lost, 6, rf"process \d+ on {socket.gethostname()} is writing this output")
+    here.check_new()
 
 
 # --- threads that fail ------------------------------------------------------------------------------------------------

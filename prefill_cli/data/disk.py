@@ -27,6 +27,8 @@ def writing(path: Path) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 message += f" ({shutil.disk_usage(path.parent).free:,} bytes are free)"
             message += "; free some space and give the same command again, which goes on with the shards that are done"
+        elif error.errno == errno.ENOENT and not path.parent.exists():
+            message += "; its folder was removed meanwhile, so give the same command again"
         raise OutputError(message) from None
 
 

@@ -20,6 +20,8 @@ import glob
 import json
 import logging
 import os
+import re
+import secrets
 import shutil
 import socket
 import sys
@@ -38,6 +40,7 @@ from prefill_cli.places import Place, Uri, is_uri, place
 log = logging.getLogger(__name__)
 Receipt = dict[str, Any]
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+OUR_FILES = re.compile(rf"({REJECTS_FOLDER}/)?part-\d{{5,}}\.parquet|{MANIFEST}|{SUCCESS}")
 AT_FDCWD, RENAME_EXCHANGE, RENAME_SWAP = -100, 2, 2
 
 
@@ -151,6 +154,11 @@ class Staging:
             raise OutputError(
                 f"{self.out}: the folder is not empty and no run of prefill-score made it; name another --output"
             )
+        if self.out.is_dir() and (foreign := _foreign_file(self.out)):
+            raise OutputError(
+                f"{self.out}: holds {foreign}, which no run of prefill-score made; move it away and give the same command "
+                "again"
+            )
         if self.out.is_mount():
             raise OutputError(f"{self.out}: a mount point cannot be exchanged for the result; name a folder inside it")
         if self.out.exists() and not self.out.is_dir():
@@ -204,6 +212,8 @@ class Staging:
 
     def discard(self) -> None:
         """Remove the staging folder, run.json last: killed half-way, it is still known as ours and its receipts are gone."""
+        if not self.folder.exists():
+            return
         with writing(self.folder):
             for part in (self._receipts, self.result, self._previous):
                 shutil.rmtree(part, ignore_errors=not part.exists())
@@ -221,7 +231,10 @@ class Staging:
         for folder in {self.part(shard).parent, self.rejects(shard).parent}:
             if folder.exists():
                 sync_folder(folder)
-        receipt = {"shard": shard.index, **self._sizes(shard), **receipt}
+        sizes = self._sizes(shard)
+        if sizes["part_bytes"] is None:
+            raise OutputError(f"{self.part(shard)}: gone or changed under the run; give the same command again")
+        receipt = {"shard": shard.index, **sizes, **receipt}
         write_json(self._receipts / f"{shard.index:05d}.json", receipt)
 
     def receipt(self, shard: Shard) -> Receipt | None:
@@ -238,8 +251,13 @@ class Staging:
         """Complete the result, then exchange it with OUT.
 
         Raises:
-            OutputError: the exchange failed; what is done is kept.
+            OutputError: somebody removed or changed a part meanwhile, or the exchange failed; what is done is kept.
         """
+        done = [Shard(int(path.stem), 0, 0) for path in sorted(self._receipts.glob("*.json"))]
+        wrong = [self.part(shard) for shard in done if self.receipt(shard) is None]
+        if wrong or len(done) != manifest["totals"]["shards"]:
+            what = wrong[0] if wrong else self.folder
+            raise OutputError(f"{what}: gone or changed under the run; give the same command again")
         parts = {p.relative_to(self.result).as_posix(): p.stat().st_size for p in sorted(self.result.rglob("*.parquet"))}
         write_json(self.result / MANIFEST, manifest | {"parts": parts})
         with writing(self.out):
@@ -254,6 +272,16 @@ class Staging:
                 self.result.rename(self.out)
             sync_folder(self.out.parent)
         self.discard()
+
+
+def _foreign_file(folder: Path) -> str | None:
+    """One file in a result that no run writes; those with a dot belong to systems and editors."""
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        hidden = any(part.startswith(".") for part in name.parts)
+        if not (hidden or path.is_dir() or OUR_FILES.fullmatch(name.as_posix())):
+            return str(name)
+    return None
 
 
 def part_name(shard: Shard) -> str:
@@ -298,21 +326,35 @@ def locked(out: Path) -> Iterator[None]:
     with writing(path):
         out.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _acquire(path)
-        os.truncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
     try:
+        with writing(path):
+            os.truncate(descriptor, os.pwrite(descriptor, _our_name(), 0))  # in this order never empty, once it was not
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is held: whoever waits finds that the name is gone and takes a new file
-        os.close(descriptor)
+        _release(path, descriptor)
+
+
+def _our_name() -> bytes:
+    return json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
+
+
+def _release(path: Path, descriptor: int) -> None:
+    """Remove the name while it is held: whoever waits finds that it is gone and takes a new file."""
+    with contextlib.suppress(OSError):
+        if os.stat(path).st_ino == os.fstat(descriptor).st_ino:  # else somebody removed ours, and this is another's
+            path.unlink()
+    os.close(descriptor)
 
 
 def _acquire(path: Path) -> int:
     """The lock's file, held. One that a dead process left is taken over, whichever host it ran on."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        holder = read_json(path, sealed=False) or {}
-        who = f"process {holder.get('pid', '?')} on {holder.get('host', 'this machine')}"
+        try:
+            holder, who = _holder(path)
+        except FileNotFoundError:  # the former holder removed it between our two calls
+            os.close(descriptor)
+            continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -322,7 +364,7 @@ def _acquire(path: Path) -> int:
             os.close(descriptor)
             if error.errno not in NO_LOCKS:
                 raise
-            return _acquire_without_flock(path, holder, who)
+            return _acquire_without_flock(path)
         with contextlib.suppress(FileNotFoundError):
             if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
                 if holder:
@@ -331,20 +373,70 @@ def _acquire(path: Path) -> int:
         os.close(descriptor)  # the former holder removed the file between our two calls
 
 
-def _acquire_without_flock(path: Path, holder: dict[str, Any], who: str) -> int:
-    """The same on a file system that knows no locks: what the file says decides, and whether that process lives."""
-    if holder.get("host") == socket.gethostname() and not _lives(holder.get("pid")):
-        log.info("%s: %s left this lock and lives no more; taken over", path, who)
-    elif holder:
+def _holder(path: Path) -> tuple[dict[str, Any], str]:
+    """What a lock's file says, nothing where it was left without a name; and in words.
+
+    Raises:
+        FileNotFoundError.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError:
+        found = None
+    holder: dict[str, Any] = found if isinstance(found, dict) else {}
+    return holder, f"process {holder.get('pid', '?')} on {holder.get('host', 'this machine')}"
+
+
+def _acquire_without_flock(path: Path) -> int:
+    """The same on a file system that knows no locks: what the file says decides, and whether that process lives.
+
+    The file appears with its content or not at all. Whoever removes one that was left holds a lock of the same kind
+    meanwhile, so that no two remove each other's.
+    """
+    own = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    descriptor = os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(descriptor, _our_name())
+        while True:
+            with contextlib.suppress(FileExistsError):
+                os.link(own, path)
+                return descriptor
+            with contextlib.suppress(FileNotFoundError):  # it was given back meanwhile
+                _refuse_unless_left(path)
+                claim = path.with_name(f"{path.name}.claim")
+                claimed = _acquire_without_flock(claim)
+                try:
+                    holder, who = _refuse_unless_left(path)
+                    path.unlink()
+                    if holder:
+                        log.info("%s: %s left this lock and lives no more; taken over", path, who)
+                finally:
+                    _release(claim, claimed)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    finally:
+        own.unlink(missing_ok=True)
+
+
+def _refuse_unless_left(path: Path) -> tuple[dict[str, Any], str]:
+    """The holder of a lock that may be taken over: nobody, or a dead process of this host.
+
+    Raises:
+        OutputError: it may live.
+    """
+    holder, who = _holder(path)
+    if holder.get("host") == socket.gethostname() and _lives(holder.get("pid")):
+        raise OutputError(
+            f"{path}: {who} is writing this output; wait for it, or, if that process is another program by now, remove the "
+            "file and give the same command again"
+        )
+    if holder and holder.get("host") != socket.gethostname():
         raise OutputError(
             f"{path}: {who} left this lock, and its file system cannot tell whether it still runs; make sure that it does "
             "not, remove the file, and give the same command again"
         )
-    path.unlink(missing_ok=True)
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    except FileExistsError:
-        raise OutputError(f"{path}: another process took this output a moment ago; wait for it") from None
+    return holder, who
 
 
 def _lives(pid: Any) -> bool:

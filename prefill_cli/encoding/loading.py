@@ -11,8 +11,10 @@ from typing import Any
 from prefill_cli.config import RunConfig
 from prefill_cli.encoding.pooling import read_json, stored_pooling
 from prefill_cli.errors import ModelError, UsageError, first_line
+from prefill_cli.machine import MAPPED
 
 log = logging.getLogger(__name__)
+Stamp = tuple[int, int, int]  # inode, size and mtime
 # Tensors of a checkpoint that the forward pass has no use for: the vocabulary head, under the names that families give it.
 UNUSED_HEADS = ("lm_head.", "embed_out.", "output_layer.", "head.")
 UNUSED_BUFFERS = (".masked_bias", ".attn.bias", ".attention.bias", ".inv_freq")  # what old checkpoints stored beside weights
@@ -35,6 +37,22 @@ class ModelFolder:
     pooling: str
     weights_sha256: str
     files_sha256: str  # SMALL_FILES
+    stamps: tuple[tuple[Path, "Stamp"], ...] = ()  # of the weights, which the model may read from their mapped files
+
+    def check_unchanged(self, *, replaced: bool = False) -> None:
+        """That no weights were written over. replaced: nor replaced by other files, which a loaded model does not see.
+
+        Raises:
+            ModelError: they were.
+        """
+        for path, stamp in self.stamps:
+            try:
+                now = _stamp(path)
+            except OSError:
+                now = None
+            written_over = now is not None and now != stamp and now[0] == stamp[0]
+            if written_over or (replaced and now != stamp):
+                raise ModelError(f"{path}: the weights changed while the run was using them; start the run again")
 
     @property
     def flops_per_token(self) -> float:
@@ -51,6 +69,7 @@ def open_model_folder(config: RunConfig) -> ModelFolder:
     """
     path = _find_folder(config)
     weights = check_files(path, config.trust_remote_code)
+    stamps = tuple((file, _stamp(file)) for file in weights)  # before their digest
     quiet_transformers()
     from transformers import AutoConfig
 
@@ -75,6 +94,7 @@ def open_model_folder(config: RunConfig) -> ModelFolder:
         pooling,
         _digest(weights),
         _digest(others),
+        stamps,
     )
 
 
@@ -190,6 +210,8 @@ def load_base_model(folder: ModelFolder, device: str, dtype: str, trust_remote_c
     import torch
     from transformers import AutoModel
 
+    folder.check_unchanged(replaced=True)  # first, because Transformers would take a folder that is gone for a hub name
+    MAPPED.update({path: (size, ModelError) for path, (_, size, _) in folder.stamps})
     try:
         model, report = AutoModel.from_pretrained(
             folder.path,
@@ -205,6 +227,7 @@ def load_base_model(folder: ModelFolder, device: str, dtype: str, trust_remote_c
         if is_out_of_memory(error):
             raise ModelError(f"{folder.path}: the model does not fit the memory of {device}: {first_line(error)}") from None
         raise ModelError(f"{folder.path}: the model cannot be loaded: {first_line(error)}") from None
+    folder.check_unchanged(replaced=True)
     unexpected = [k for k in report["unexpected_keys"] if not (k.startswith(UNUSED_HEADS) or k.endswith(UNUSED_BUFFERS))]
     ill_shaped = [str(k[0] if isinstance(k, tuple) else k) for k in report["mismatched_keys"]]
     for what, names in (
@@ -228,6 +251,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 def float32_copy(model: Any) -> Any:
     """The same weights in float32, the model itself where it is float32 already."""
     return model if next(model.parameters()).element_size() == 4 else copy.deepcopy(model).float()
+
+
+def _stamp(path: Path) -> Stamp:
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _digest(files: Iterable[Path]) -> str:

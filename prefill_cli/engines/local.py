@@ -1,7 +1,7 @@
 """All shards in this process: the model computes one while its neighbours are read, searched and written."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ class _StoppedError(Exception):
     """Ends the encoding of a shard that nobody waits for any more."""
 
 
-def run_shards(job: Job, shards: Sequence[Shard], progress: Progress) -> Iterator[tuple[Shard, Receipt]]:
+def run_shards(job: Job, shards: Sequence[Shard], progress: Progress) -> Generator[tuple[Shard, Receipt]]:
     """Do `shards` in order; see pipeline.Engine. The model is loaded once, and only where there is a shard to do.
 
     Three shards are in memory at most: one being read, one in the model, one being searched and written. An error in

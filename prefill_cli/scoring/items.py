@@ -48,7 +48,11 @@ class Items:
         Raises:
             ItemsError: it was written over.
         """
-        if self.mapped and self.mapped != stamp(self.mapped[0]):
+        try:
+            same = not self.mapped or self.mapped == stamp(self.mapped[0])
+        except OSError:
+            same = False
+        if self.mapped and not same:
             raise ItemsError(f"{self.mapped[0]}: the item file changed while the run was using it; start the run again")
 
     def __len__(self) -> int:
