@@ -576,12 +576,12 @@ def _end_in_time(wake: int) -> None:
 
 
 def _end_now(message: str, code: int) -> None:
-    machine.end_children()
     console.last_words(message)
     for tell in last_words:
         telling = threading.Thread(target=tell, args=(code,), daemon=True)
         telling.start()
         telling.join(LAST_WORDS_SEC)  # a disk that hangs must not keep the process
+    machine.end_children()  # last, or whoever waits for them would say that they failed
     os._exit(code)
 
 
