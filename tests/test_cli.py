@@ -331,4 +331,4 @@ def test_standard_streams_that_are_closed_never_become_files_of_the_result(tmp_p
             [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(PROJECT)},
             preexec_fn=lambda closed=closed: [os.close(c) for c in closed], check=False,
         ).returncode  # fmt: skip
-        assert number == 3
+        assert number > 2
