@@ -1,5 +1,6 @@
 """The commands: options → RunConfig → the job. The only file that exits."""
 
+import atexit
 import contextlib
 import ctypes
 import io
@@ -611,6 +612,15 @@ def main() -> None:
     try:
         app()
     except SystemExit as end:
-        if signal.getsignal(signal.SIGTERM) is _stopping:  # all is in order now, and threads that hang are not waited for
-            os._exit(end.code if isinstance(end.code, int) else 1)
-        raise
+        _leave(end.code if isinstance(end.code, int) else 1)
+
+
+def _leave(code: int) -> None:
+    """End the process when all is in order. Python's own way would take PyTorch apart first, which is most of a second, and
+    wait for threads that hang.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be none, or nobody who reads it
+            stream.flush()
+    os._exit(code)

@@ -61,6 +61,7 @@ class Job:
     compile_search: bool
     head: Head | None
     probe: bool  # whether the first encoder may choose another budget
+    expected_tokens: float  # of all prompts, as far as the footers tell
     cached: tuple[str, ...]  # the segments of the cache that this run sees
     staging: Staging | RemoteStaging
 
@@ -79,7 +80,9 @@ class Job:
         """Whether the encoder scales vectors to length 1. Cosine is of what a head makes of them."""
         return self.config.normalize or (self.is_cosine and not self.head)
 
-    def encoder_options(self, folder: ModelFolder) -> EncoderOptions:
+    def encoder_options(self, folder: ModelFolder, share: float = 1.0) -> EncoderOptions:
+        """share: of the prompts, as far as known, that have to be encoded."""
+        probe = self.probe and pays(PROBE_FROM, share * self.expected_tokens, folder, self.device)
         return EncoderOptions(
             pooling=folder.pooling,
             dims=self.config.dims,
@@ -88,7 +91,7 @@ class Job:
             max_batch_tokens=self.max_batch_tokens,
             compiled=self.compile,
             share=self.config.share,
-            probe=self.probe,
+            probe=probe,
         )
 
     @property
@@ -144,7 +147,7 @@ def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
     tokenize = PromptTokenizer(load_tokenizer(str(folder.path), config), config, folder.positions, folder.vocabulary)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    tokens = sum(file.data_bytes for file in plan.files) / BYTES_PER_TOKEN  # as far as the footers tell
+    tokens = sum(file.data_bytes for file in plan.files) / BYTES_PER_TOKEN
     made_with = {
         "model_sha256": folder.weights_sha256,
         "pooling": folder.pooling,
@@ -164,7 +167,8 @@ def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
         max_batch_tokens=config.max_batch_tokens or auto_batch_tokens(folder.hidden_size, dtype, device),
         encoder=config.encoder,
         compile=pays(COMPILE_FROM, tokens, folder, device) if config.compile is None else config.compile,
-        probe=not config.max_batch_tokens and pays(PROBE_FROM, tokens, folder, device),
+        probe=not config.max_batch_tokens,
+        expected_tokens=tokens,
         cached=(),
         staging=staging_of(out),
         **scored,
@@ -209,6 +213,7 @@ def plan_search(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
         encoder="stored",
         compile=False,
         probe=False,
+        expected_tokens=0.0,
         cached=(),
         staging=staging_of(out),
         **scored,

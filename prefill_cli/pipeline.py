@@ -162,7 +162,7 @@ class Worker:
         missing = [input_ids[i] for i in fresh]
         if self._encoder is None:
             began = time.perf_counter()
-            self._encoder = self._choose_encoder(missing[:CHECKED_PROMPTS])
+            self._encoder = self._choose_encoder(missing[:CHECKED_PROMPTS], len(missing) / len(input_ids))
             self._start_sec += time.perf_counter() - began
         start_sec, self._start_sec = self._start_sec, 0.0  # told with the first shard
         began = time.perf_counter()
@@ -223,13 +223,13 @@ class Worker:
             "write_sec": time.perf_counter() - began - found.search_sec,
         }
 
-    def _choose_encoder(self, prompts: Sequence[Ids]) -> Encoder:
+    def _choose_encoder(self, prompts: Sequence[Ids], share: float) -> Encoder:
         from prefill_cli.encoding.choice import choose_encoder, plain_encoder
 
         job = self._job
         assert job.folder
         model = load_base_model(job.folder, job.device, job.dtype, job.config.trust_remote_code)
-        options = job.encoder_options(job.folder)
+        options = job.encoder_options(job.folder, share)
         if job.encoder == "plain":
             return plain_encoder(model, options)
         return choose_encoder(model, options, prompts)

@@ -94,6 +94,7 @@ def child(order: dict, folder: Path) -> None:
     if order.get("without_exchange"):
         staging.exchange = lambda *_: False
     sys.argv = ["prefill-score", *order["argv"]]
+    cli._leave = sys.exit  # what the server registered for its own end is not this process's to do
     code = 0
     try:
         cli.main()

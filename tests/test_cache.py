@@ -301,8 +301,8 @@ def test_a_resumed_run_sees_the_cache_as_its_first_start_saw_it(job, tmp_path):
 def test_a_prompt_that_has_no_vector_is_rejected_again_the_next_night(job, tmp_path, monkeypatch):
     choose, longest = pipeline.Worker._choose_encoder, 1 + max(len(prompt.split()) for prompt in job.prompts)
 
-    def choose_broken(self, prompts):
-        encoder = choose(self, prompts)
+    def choose_broken(self, *arguments):
+        encoder = choose(self, *arguments)
         encode = encoder.encode
 
         def broken(input_ids, on_batch):

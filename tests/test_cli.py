@@ -219,7 +219,7 @@ def crash_in_encoding(monkeypatch):
         def encode(self, input_ids, on_batch):
             raise RuntimeError(f"prompt {SECRET}")
 
-    monkeypatch.setattr(pipeline.Worker, "_choose_encoder", lambda self, prompts: Encoder())
+    monkeypatch.setattr(pipeline.Worker, "_choose_encoder", lambda *_: Encoder())
 
 
 def crash_in_search(monkeypatch):

@@ -78,8 +78,8 @@ def test_a_prompt_that_memory_does_not_hold_is_a_reject(job, monkeypatch):
         encoded.vectors[3] = np.nan
         return replace(encoded, out_of_memory=np.array([3]))
 
-    def choose(self, prompts):
-        encoder = original(self, prompts)
+    def choose(self, *arguments):
+        encoder = original(self, *arguments)
         monkeypatch.setattr(PrefillEncoder, "encode", lambda s, ids, told: with_a_failure(real(s, ids, told)))
         return encoder
 

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import logging
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,13 +71,9 @@ def open_model_folder(config: RunConfig) -> ModelFolder:
     path = _find_folder(config)
     weights = check_files(path, config.trust_remote_code)
     stamps = tuple((file, _stamp(file)) for file in weights)  # before their digest
-    quiet_transformers()
-    from transformers import AutoConfig
-
-    try:
-        settings = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=config.trust_remote_code)
-    except Exception as error:  # a broken config.json surfaces as any kind
-        raise ModelError(f"{path}: config.json is not a model that this Transformers knows: {first_line(error)}") from None
+    with ThreadPoolExecutor(1) as pool:
+        weights_sha256 = pool.submit(_digest, weights)  # meanwhile
+        settings = _read_config(path, config)
     text = settings.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     widths = [getattr(text, name, None) for name in ("hidden_size", "vocab_size")]
@@ -92,10 +89,21 @@ def open_model_folder(config: RunConfig) -> ModelFolder:
         text.vocab_size,
         positions if isinstance(positions, int) and positions > 0 else None,  # XLNet says -1 for "no limit"
         pooling,
-        _digest(weights),
+        weights_sha256.result(),
         _digest(others),
         stamps,
     )
+
+
+def _read_config(path: Path, config: RunConfig) -> Any:
+    """Transformers' configuration of a folder, which also imports Transformers."""
+    quiet_transformers()
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # a broken config.json surfaces as any kind
+        raise ModelError(f"{path}: config.json is not a model that this Transformers knows: {first_line(error)}") from None
 
 
 def _find_folder(config: RunConfig) -> Path:
