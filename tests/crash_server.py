@@ -27,12 +27,12 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 from transformers import AutoModel, AutoTokenizer  # noqa: F401
 
 from prefill_cli import cli, pipeline, summary  # noqa: F401
-from prefill_cli.data import cache, disk, prompts, staging, tokenization
+from prefill_cli.data import cache, disk, locks, prompts, staging, tokenization
 from prefill_cli.encoding import choice, prefill  # noqa: F401
 from prefill_cli.engines import local  # noqa: F401
 
 STEPS = {
-    "lock": (staging, "_acquire"),
+    "lock": (locks, "_acquire"),
     "begin": (staging.Staging, "begin"),
     "read": (prompts.ShardReader, "_piece"),
     "tokenise": (tokenization.PromptTokenizer, "__call__"),
@@ -128,11 +128,11 @@ class Run:
         if not pid:
             self._send()
             return None
-        calls = self._folder / "calls"
+        calls, stderr = self._folder / "calls", self._folder / "stderr"
         return {
             "status": os.waitstatus_to_exitcode(status),
             "calls": json.loads(calls.read_text()) if calls.exists() else {},
-            "stderr": (self._folder / "stderr").read_text(),
+            "stderr": stderr.read_text() if stderr.exists() else "",  # killed before it had any
             "seconds": time.monotonic() - self._since,
             "left": self._left(),
         }

@@ -210,7 +210,7 @@ class Kinds:
         stored["options"]["exclude_column"] = "seen"
         stored["inputs"]["files"] = [{"path": str(inputs)}]
         write_json(made, stored)
-        query = UserQuery(self.out, (), 20, 5, items, None, None)
+        query = UserQuery(self.out, (), 20, 5, items, "title", "seen")  # by name, or a footer may lose them unnoticed
         return Target(file, lambda: read_lists(query), (3, 4), checked)
 
     def odd_columns(self, variant: int) -> Target:
@@ -232,7 +232,7 @@ class Kinds:
         kind, mode = r.choice(("messages_column", "token_ids_column", "prompt_column")), r.choice(("fail", "drop"))
         options, plan, codes = {
             "prompts": (prompts | {kind: "prompt"}, plan_job, (2, 3)),
-            "vectors": (prompts, plan_search, (2, 3)),
+            "vectors": (prompts, plan_search, (2, 3, 4)),  # 4: odd vectors that are all of one other width
             "items": ({"bad_items": mode, "item_bias_column": r.choice([None, "extra"])}, plan_search, (4,)),
             "item_ids": ({"items": self.folder / "m.npy", "item_ids": file}, plan_search, (4,)),
             "user_ids": ({"inputs": (str(self.folder / "m.npy"),), "user_ids": file}, plan_search, (2, 3)),

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from prefill_cli import machine, pipeline
-from prefill_cli.data import cache, staging
+from prefill_cli.data import cache, locks, staging
 from prefill_cli.data.prompts import ShardReader
 from prefill_cli.encoding.prefill import PrefillEncoder
 from prefill_cli.errors import OutputError
@@ -217,7 +217,7 @@ def lock_storm(folder, rounds, seed):
     dead = json.dumps({"pid": 2**22 + 5, "host": os.uname().nodename})  # beyond the largest number of a process
     held = 0
     for _ in range(rounds):
-        with contextlib.suppress(OutputError), staging.locked(out):
+        with contextlib.suppress(OutputError), locks.locked(out):
             try:
                 os.close(os.open(inside, os.O_CREAT | os.O_EXCL))
             except FileExistsError:

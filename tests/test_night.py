@@ -23,7 +23,7 @@ import pytest
 from conftest import HIDDEN, write_items
 from test_crash import parts
 
-from prefill_cli.data import staging
+from prefill_cli.data import locks
 from prefill_cli.data.disk import read_json
 from prefill_cli.data.manifest import is_finished
 from prefill_cli.errors import OutputError
@@ -443,7 +443,7 @@ def lock_of(folder: Path, pid: int, host: str) -> Path:
 
 
 def hold(folder: Path) -> None:
-    with staging.locked(folder / "out"):
+    with locks.locked(folder / "out"):
         assert read_json(folder / ".out.lock", sealed=False) == {"pid": os.getpid(), "host": socket.gethostname()}
     assert os.listdir(folder) == []
 
@@ -452,7 +452,7 @@ def hold(folder: Path) -> None:
 def no_flock(monkeypatch):
     import night_deeds
 
-    monkeypatch.setattr(staging.fcntl, "flock", staging.fcntl.flock)  # put back afterwards
+    monkeypatch.setattr(locks.fcntl, "flock", locks.fcntl.flock)  # put back afterwards
     night_deeds.no_flock()
 
 
@@ -487,14 +487,14 @@ def test_without_flock_the_lock_of_a_dead_process_of_this_host_is_taken_over(tmp
 )
 def test_without_flock_a_lock_that_may_be_held_is_refused_with_its_holder_and_stays(tmp_path, no_flock, pid, host, words):
     content = lock_of(tmp_path, pid, host).read_text()
-    with pytest.raises(OutputError, match=f"process {pid} on {host} {words}"), staging.locked(tmp_path / "out"):
+    with pytest.raises(OutputError, match=f"process {pid} on {host} {words}"), locks.locked(tmp_path / "out"):
         pass
     assert os.listdir(tmp_path) == [".out.lock"]
     assert (tmp_path / ".out.lock").read_text() == content
 
 
 def test_the_lock_of_another_who_came_after_ours_was_removed_stays(tmp_path):
-    with staging.locked(tmp_path / "out"):
+    with locks.locked(tmp_path / "out"):
         (tmp_path / ".out.lock").unlink()
         lock_of(tmp_path, 1, "elsewhere")
     assert os.listdir(tmp_path) == [".out.lock"]

@@ -18,8 +18,9 @@ from prefill_cli import pipeline
 from prefill_cli.data import staging as staging_module
 from prefill_cli.data.disk import read_json, replacing, write_json
 from prefill_cli.data.inputs import Shard
+from prefill_cli.data.locks import locked
 from prefill_cli.data.manifest import MANIFEST, SUCCESS, is_finished
-from prefill_cli.data.staging import Staging, exchange, locked
+from prefill_cli.data.staging import Staging, exchange
 from prefill_cli.engines.local import run_shards
 from prefill_cli.errors import OutputError, UsageError
 
@@ -90,9 +91,7 @@ class _Silent:
 
 def test_a_second_process_is_refused_while_the_first_lives_and_takes_over_when_it_is_killed(tmp_path):
     out, lock = tmp_path / "out", tmp_path / ".out.lock"
-    code = (
-        "import sys, time, pathlib\nfrom prefill_cli.data.staging import locked\nwith locked(pathlib.Path(sys.argv[1])):\n"
-    )
+    code = "import sys, time, pathlib\nfrom prefill_cli.data.locks import locked\nwith locked(pathlib.Path(sys.argv[1])):\n"
     code += "    print('held', flush=True)\n    time.sleep(100)\n"
     with subprocess.Popen([sys.executable, "-c", code, out], stdout=subprocess.PIPE, text=True, cwd=PROJECT) as first:
         assert first.stdout.readline() == "held\n"

@@ -1,6 +1,6 @@
 """Where a result is before it is one: a lock, a folder beside the output, receipts, and the exchange at the end.
 
-    .OUT.lock             held by the living run (flock: the system frees it when the process dies, however it dies)
+    .OUT.lock             held by the living run (locks.py)
     .OUT.staging/
         run.json          fingerprint and the choices a resume has to repeat
         receipts/00007.json   shard 7 is whole and on disk; written last of its shard
@@ -14,32 +14,26 @@ import contextlib
 import ctypes
 import ctypes.util
 import errno
-import fcntl
 import fnmatch
 import glob
-import json
-import logging
 import os
 import re
-import secrets
 import shutil
-import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any
 
 from prefill_cli.config import RunConfig, option
 from prefill_cli.data.disk import read_json, sync_folder, write_json, writing
 from prefill_cli.data.inputs import Shard
+from prefill_cli.data.locks import locked
 from prefill_cli.data.manifest import MANIFEST, SUCCESS, Fingerprint, differences, is_finished, read_manifest
 from prefill_cli.data.results import REJECTS_FOLDER
 from prefill_cli.errors import OutputError, UsageError
 from prefill_cli.places import Place, Uri, is_uri, place
 
-log = logging.getLogger(__name__)
 Receipt = dict[str, Any]
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 OUR_FILES = re.compile(rf"({REJECTS_FOLDER}/)?part-\d{{5,}}\.parquet|{MANIFEST}|{SUCCESS}")
 AT_FDCWD, RENAME_EXCHANGE, RENAME_SWAP = -100, 2, 2
 
@@ -313,137 +307,3 @@ def exchange(a: Path, b: Path) -> bool:
     if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
         return False
     raise OSError(code, os.strerror(code))
-
-
-@contextlib.contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Hold the lock of an output folder for the block.
-
-    Raises:
-        OutputError: another living process holds it, or its folder cannot be written.
-    """
-    path = out.parent / f".{out.name}.lock"
-    with writing(path):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = _acquire(path)
-    try:
-        with writing(path):
-            os.truncate(descriptor, os.pwrite(descriptor, _our_name(), 0))  # in this order never empty, once it was not
-        yield
-    finally:
-        _release(path, descriptor)
-
-
-def _our_name() -> bytes:
-    return json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
-
-
-def _release(path: Path, descriptor: int) -> None:
-    """Remove the name while it is held: whoever waits finds that it is gone and takes a new file."""
-    with contextlib.suppress(OSError):
-        if os.stat(path).st_ino == os.fstat(descriptor).st_ino:  # else somebody removed ours, and this is another's
-            path.unlink()
-    os.close(descriptor)
-
-
-def _acquire(path: Path) -> int:
-    """The lock's file, held. One that a dead process left is taken over, whichever host it ran on."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            holder, who = _holder(path)
-        except FileNotFoundError:  # the former holder removed it between our two calls
-            os.close(descriptor)
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise OutputError(f"{path}: {who} is writing this output; wait for it, or stop it first") from None
-        except OSError as error:
-            os.close(descriptor)
-            if error.errno not in NO_LOCKS:
-                raise
-            return _acquire_without_flock(path)
-        with contextlib.suppress(FileNotFoundError):
-            if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
-                if holder:
-                    log.info("%s: %s left this lock and lives no more; taken over", path, who)
-                return descriptor
-        os.close(descriptor)  # the former holder removed the file between our two calls
-
-
-def _holder(path: Path) -> tuple[dict[str, Any], str]:
-    """What a lock's file says, nothing where it was left without a name; and in words.
-
-    Raises:
-        FileNotFoundError.
-    """
-    try:
-        found = json.loads(path.read_bytes())
-    except ValueError:
-        found = None
-    holder: dict[str, Any] = found if isinstance(found, dict) else {}
-    return holder, f"process {holder.get('pid', '?')} on {holder.get('host', 'this machine')}"
-
-
-def _acquire_without_flock(path: Path) -> int:
-    """The same on a file system that knows no locks: what the file says decides, and whether that process lives.
-
-    The file appears with its content or not at all. Whoever removes one that was left holds a lock of the same kind
-    meanwhile, so that no two remove each other's.
-    """
-    own = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    descriptor = os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        os.write(descriptor, _our_name())
-        while True:
-            with contextlib.suppress(FileExistsError):
-                os.link(own, path)
-                return descriptor
-            with contextlib.suppress(FileNotFoundError):  # it was given back meanwhile
-                _refuse_unless_left(path)
-                claim = path.with_name(f"{path.name}.claim")
-                claimed = _acquire_without_flock(claim)
-                try:
-                    holder, who = _refuse_unless_left(path)
-                    path.unlink()
-                    if holder:
-                        log.info("%s: %s left this lock and lives no more; taken over", path, who)
-                finally:
-                    _release(claim, claimed)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    finally:
-        own.unlink(missing_ok=True)
-
-
-def _refuse_unless_left(path: Path) -> tuple[dict[str, Any], str]:
-    """The holder of a lock that may be taken over: nobody, or a dead process of this host.
-
-    Raises:
-        OutputError: it may live.
-    """
-    holder, who = _holder(path)
-    if holder.get("host") == socket.gethostname() and _lives(holder.get("pid")):
-        raise OutputError(
-            f"{path}: {who} is writing this output; wait for it, or, if that process is another program by now, remove the "
-            "file and give the same command again"
-        )
-    if holder and holder.get("host") != socket.gethostname():
-        raise OutputError(
-            f"{path}: {who} left this lock, and its file system cannot tell whether it still runs; make sure that it does "
-            "not, remove the file, and give the same command again"
-        )
-    return holder, who
-
-
-def _lives(pid: Any) -> bool:
-    try:
-        os.kill(int(pid), 0)
-    except (ProcessLookupError, TypeError, ValueError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return int(pid) != os.getpid()  # a process that bears our number has left it
