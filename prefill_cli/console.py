@@ -239,17 +239,21 @@ def print_cache(described: dict[str, Any], pruned: dict[str, Any] | None, as_jso
         ]
     )
     for space in described["spaces"]:
-        rate, days = space["hit_rate"], space["days_since_use"]
+        rate, days, segments = space["hit_rate"], space["days_since_use"], space["segments"]
         made_by = (f"{name} {_short(value)}" for name, value in space["made_by"].items() if value)
         rows = [
             ("\nspace", f"\n{space['space']}"),
             ("made by", ", ".join(made_by)),
-            ("vectors", f"{space['vectors']:,}, {space['width']} wide, in {space['segments']:,} segments"),
+            ("vectors", f"{space['vectors']:,}, {space['width']} wide, in {segments:,} segment{'s' * (segments != 1)}"),
             ("size", f"{space['bytes'] / 1e6:,.1f} MB"),
-            ("hit rate", "no run has used it yet" if rate is None else f"{rate:.1%} in the last runs"),
+            (
+                "hit rate",
+                "no run has used it since it was made or pruned" if rate is None else f"{rate:.1%} in the last runs",
+            ),
         ]
         if days:
-            rows.append(("last used", ", ".join(f"{name} {value:,.1f}" for name, value in days.items()) + " days ago"))
+            span = f"{days['least']:,.1f} to {days['most']:,.1f} days ago"
+            rows.append(("last used", f"{span}, half of them within {days['median']:,.1f}"))
         rows += [("left out", f"{name}: {why}") for name, why in space["left_out"].items()]
         if space["torn_files"]:
             rows.append(("torn files", f"{space['torn_files']:,}; --prune removes them"))
