@@ -97,6 +97,8 @@ def _why(error: BaseException) -> str:
         return "access is denied; look at the credentials that this process finds in its environment"
     if code in AWAY or status.startswith("5"):
         return f"cannot be reached, or the connection broke ({code.lower().replace('_', ' ')}); try again later"
+    if "libjvm" in str(error) or "libhdfs" in str(error):
+        return f"{first_line(error)}; hdfs:// needs Java and Hadoop's client: set JAVA_HOME, HADOOP_HOME and CLASSPATH"
     return first_line(error)
 
 

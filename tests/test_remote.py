@@ -399,6 +399,35 @@ def test_an_input_that_changes_under_the_run_ends_it(job, bucket, tmp_path, harm
         job.run(inputs=(uri,), output=Uri(f"{bucket}/out"))
 
 
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError("Unable to load libjvm"), "set JAVA_HOME, HADOOP_HOME and CLASSPATH"),
+        (
+            OSError("AWS Error SLOW_DOWN (HTTP status 503) during PutObject operation: x"),
+            r"broke \(slow down\); try again later",
+        ),
+        (OSError("AWS Error UNKNOWN (HTTP status 403) during HeadObject operation: No response body."), "access is denied"),
+        (FileNotFoundError("x"), "no such file, folder or bucket"),
+        (pa.ArrowInvalid("first\nsecond"), "first$"),
+    ],
+)
+def test_what_a_system_says_becomes_one_sentence(error, words):
+    with pytest.raises(InputError, match=f"^hdfs://host/x: .*{words}"), storage.reaching("hdfs://host/x", InputError):
+        raise error
+
+
+def test_systems_without_a_client_or_a_network_are_made_without_asking_it():
+    for uri, path in (
+        ("gs://anonymous@bucket/a/b.parquet", "bucket/a/b.parquet"),
+        ("abfs://cont@acct.dfs.core.windows.net/a/b.parquet", "cont/a/b.parquet"),
+        ("hf://datasets/user/name/a.parquet", "datasets/user/name/a.parquet"),
+    ):
+        there = storage.remote(Uri(uri))
+        assert there.path == path
+        assert there.uri_of(path) == uri
+
+
 def test_places_are_told_apart():
     assert place("a/b.parquet") == Path("a/b.parquet")
     assert place("file:///a%20b") == Path("/a b")
