@@ -10,13 +10,13 @@ import logging
 import math
 import os
 import time
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from prefill_cli.config import RunConfig
 from prefill_cli.data.disk import replacing
 from prefill_cli.errors import OutputError, UsageError, first_line
-from prefill_cli.places import Place, place
+from prefill_cli.places import Place, place, result_name
 
 log = logging.getLogger(__name__)
 Samples = dict[str, list[tuple[str, float]]]  # family → (value of its second label or "", value)
@@ -82,7 +82,7 @@ class Report:
             importlib.import_module("prometheus_client")
         except ImportError:
             raise UsageError("--metrics-file needs prometheus-client: pip install 'prefill-score[metrics]'") from None
-        self._output = _text(config.output or _default_output(place(config.inputs[0])))
+        self._output = _text(config.output or result_name(place(config.inputs[0])))
         self._file, self._opened = file, True
 
     def succeed(self, totals: dict[str, Any]) -> None:
@@ -206,13 +206,6 @@ def _place(text: str | None) -> Place | None:
     except UsageError:
         return None
     return where.expanduser() if isinstance(where, Path) else where
-
-
-def _default_output(first_input: Place) -> str:
-    """The name that a result gets where --output is not given."""
-    if isinstance(first_input, Path):
-        return f"{first_input.resolve().stem}.topk"
-    return f"{PurePath(first_input.partition('?')[0]).stem}.topk"
 
 
 def _text(where: Place | str) -> str:

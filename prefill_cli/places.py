@@ -1,7 +1,7 @@
 """Where files are: on this machine (a Path) or elsewhere (a Uri). Nothing is opened here."""
 
 import re
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeGuard
 from urllib.parse import unquote, urlsplit
 
@@ -37,15 +37,22 @@ def place(text: str) -> Place:
     if not scheme:
         return Path(text)
     if scheme[1].lower() not in (*SCHEMES, "file"):
-        raise UsageError(f"{text}: {scheme[1]}:// is not one of file, {', '.join(SCHEMES)}")
+        named = re.sub("//[^/]*@", "//…@", text)  # there may be a password in it
+        raise UsageError(f"{named}: {scheme[1]}:// is not one of file, {', '.join(SCHEMES)}")
     host = urlsplit(text).netloc
     if scheme[1].lower() == "file":
         if host not in ("", "localhost"):
             raise UsageError(f"{text}: {host!r} stands where the host does; a path on this machine is file:///path")
         return Path(unquote(urlsplit(text).path))
-    if "@" in host and scheme[1] in ("s3", "gs", "gcs") and not host.startswith("anonymous@"):
+    if "@" in host and scheme[1].lower() in ("s3", "gs", "gcs") and not host.startswith("anonymous@"):
         raise UsageError(f"{scheme[1]}://…: credentials do not belong in a URI; set them in the environment or a profile")
     return Uri(text)
+
+
+def result_name(first_input: Place) -> str:
+    """The name that a result gets where --output is not given."""
+    bare = PurePath(first_input.partition("?")[0]) if isinstance(first_input, Uri) else first_input.resolve()
+    return f"{bare.stem}.topk"
 
 
 def beside(folder: Place, *names: str) -> Any:

@@ -152,7 +152,9 @@ def read(uri: Uri) -> bytes:
 
 
 def write(uri: Uri, content: bytes | pa.Buffer) -> None:
-    """A whole file, or an error; what an error left there is taken away.
+    """A whole file, or an error. What was there under the name before stays then: nothing is taken away.
+
+    All is sent in one piece, so that an interrupt comes before or after it, and a stream that broke publishes nothing.
 
     Raises:
         OSError, pa.ArrowException.
@@ -161,16 +163,11 @@ def write(uri: Uri, content: bytes | pa.Buffer) -> None:
     if not isinstance(there.system, fs.S3FileSystem | fs.GcsFileSystem | fs.AzureFileSystem):
         there.system.create_dir(str(PurePosixPath(there.path).parent), recursive=True)
     size = len(content) if isinstance(content, bytes) else content.size
-    try:
-        with there.system.open_output_stream(there.path, compression=None) as sink:
-            if size:
-                sink.write(content)
-        if (found := there.system.get_file_info(there.path).size) != size:
-            raise OSError(f"{found} bytes are there after {size} were sent")
-    except BaseException:
-        with contextlib.suppress(OSError, pa.ArrowException):
-            there.system.delete_file(there.path)
-        raise
+    with there.system.open_output_stream(there.path, compression=None) as sink:
+        if size:
+            sink.write(content)
+    if (found := there.system.get_file_info(there.path).size) != size:
+        raise OSError(f"{found} bytes are there after {size} were sent")
 
 
 def upload(path: Path, uri: Uri) -> None:
@@ -226,8 +223,8 @@ def fetch(wanted: Place | None, kind: type[PrefillScoreError]) -> Path | None:
             for inside in listing(wanted):
                 download(beside(wanted, inside), target / inside)
         elif matches := matching(wanted):
-            for uri in matches:
-                download(uri, target / PurePosixPath(remote(uri).path).name)
+            for number, uri in enumerate(sorted(matches)):  # in folders of their own: files of several may have one name
+                download(uri, target / f"{number:06d}" / PurePosixPath(remote(uri).path).name)
         else:
             raise kind(f"{wanted}: no such file or folder")
     _fetched[str(target)] = wanted

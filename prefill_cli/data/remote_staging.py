@@ -80,12 +80,13 @@ class RemoteStaging:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """No lock is needed; see above."""
-        with self._scratch, storage.reaching(self.out, OutputError):
+        with self._scratch:
             yield
 
     def totals(self) -> dict[str, Any]:
         """Of the published result."""
-        found: dict[str, Any] = (self._manifest(current_run(self.out) or "") or {})["totals"]
+        with storage.reaching(self.out, OutputError):
+            found: dict[str, Any] = (self._manifest(current_run(self.out) or "") or {})["totals"]
         return found
 
     def begin(self, fingerprint: Fingerprint, choices: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
@@ -166,6 +167,10 @@ class RemoteStaging:
 
     def commit(self, shard: Shard, receipt: Receipt) -> None:
         """Upload a shard's files, then the receipt that says so."""
+        with storage.reaching(self.out, OutputError):
+            self._commit(shard, receipt)
+
+    def _commit(self, shard: Shard, receipt: Receipt) -> None:
         sizes: Receipt = {}
         for name, path in (("part_bytes", self.part(shard)), ("rejects_bytes", self.rejects(shard))):
             inside = path.relative_to(self._scratch.name).as_posix()
@@ -196,6 +201,10 @@ class RemoteStaging:
         Raises:
             OutputError: somebody removed or changed a part meanwhile.
         """
+        with storage.reaching(self.out, OutputError):
+            self._publish(manifest)
+
+    def _publish(self, manifest: dict[str, Any]) -> None:
         parts = {name: size for name, size in sorted(self._sizes.items()) if name.endswith(".parquet")}
         there = storage.listing(self.result)
         if wrong := [name for name, size in parts.items() if there.get(name) != size]:

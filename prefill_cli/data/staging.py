@@ -21,7 +21,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from prefill_cli.config import RunConfig, option
@@ -31,7 +31,7 @@ from prefill_cli.data.locks import locked
 from prefill_cli.data.manifest import MANIFEST, SUCCESS, Fingerprint, differences, is_finished, read_manifest
 from prefill_cli.data.results import REJECTS_FOLDER
 from prefill_cli.errors import OutputError, UsageError
-from prefill_cli.places import Place, Uri, is_uri, place
+from prefill_cli.places import Place, Uri, is_uri, place, result_name
 
 Receipt = dict[str, Any]
 OUR_FILES = re.compile(rf"({REJECTS_FOLDER}/)?part-\d{{5,}}\.parquet|{MANIFEST}|{SUCCESS}")
@@ -50,9 +50,7 @@ def output_folder(config: RunConfig) -> Place:
     elif len(config.inputs) > 1 or (glob.has_magic(first) and not os.path.exists(first)):
         raise UsageError("several inputs need a name for the result: give -o/--output")
     else:
-        where = place(first)
-        stem = PurePath(where.partition("?")[0]).stem if is_uri(where) else Path(str(where)).resolve().stem
-        out = Path(f"{stem}.topk")
+        out = Path(result_name(place(first)))
     options = ("items", "item_ids", "head", "allow", "deny", "cache")
     named = [("the input", place(text)) for text in config.inputs]
     named += [(option(name), value) for name in options if (value := getattr(config, name))]
