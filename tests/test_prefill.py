@@ -1,6 +1,7 @@
 """The prefill engine against the plain encoder: every family, every pooling, and bits that nothing around a prompt moves."""
 
 from functools import partial
+from threading import Event, Thread
 
 import numpy as np
 import pytest
@@ -171,6 +172,38 @@ def test_a_prompt_above_the_budget_goes_alone_in_chunks(name):
     found = encode(fast, [long, long[:5]])
     assert set(seen) == {CHUNK["cpu"]}
     assert np.abs(found.vectors - encode(plain, [long, long[:5]]).vectors).max() < 1e-4
+
+
+def test_two_lanes_grow_the_table_of_rotations_at_once():
+    """A lane with short prompts, which began when there was no table, ends while another reads from its longer one."""
+    config = CONFIGS["llama"].__class__(**(CONFIGS["llama"].to_dict() | {"max_position_embeddings": 4096}))
+    decoder = encoders(make(config))[0]._decoder
+    rotary, computing, go_on = decoder._rotary, Event(), Event()
+
+    def late(wide, positions):
+        table = rotary(wide, positions)
+        if positions.shape[1] == 1_024:
+            computing.set()
+            assert go_on.wait(60)
+        return table
+
+    class Compared(int):
+        def __gt__(self, other):
+            found = int(self) > other
+            go_on.set()
+            other_lane.join()
+            return found
+
+    decoder._rotary = late
+    other_lane = Thread(target=lambda: decoder._rotation(torch.arange(5), 5))
+    other_lane.start()
+    assert computing.wait(60)
+    positions = torch.arange(3_000)
+    decoder._rotation(positions, 3_000)
+    cos, sin = decoder._rotation(positions, Compared(3_000))
+    expected = [x[0, :, : decoder._head_size // 2] for x in rotary(torch.zeros(1), positions[None])]
+    assert torch.equal(cos, expected[0])
+    assert torch.equal(sin, expected[1])
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox"])

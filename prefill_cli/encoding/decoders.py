@@ -129,7 +129,7 @@ class FusedDecoder:
         self._kv_heads = config.num_key_value_heads
         self._scale = attention.scaling
         self._layers = [_layer(layer, config) for layer in model.layers]
-        self._cos = self._sin = torch.empty(0)
+        self._rotations = torch.empty(0), torch.empty(0)
         self._before: Callable[..., None] = _before_attention
         self._after: Callable[..., None] = _after_attention
         if kernels and not (config.hidden_size % 16 or config.intermediate_size % 16 or self._head_size % 32):
@@ -176,15 +176,16 @@ class FusedDecoder:
 
     def _rotation(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [R, head size / 2] in float32, from a table that grows with the longest prompt."""
-        if longest > len(self._cos):
+        # Read once, as one: another lane may put a shorter table there at any time.
+        cosines, sines = self._rotations
+        if longest > len(cosines):
             length = max(1_024, 1 << (longest - 1).bit_length())
             wide = torch.zeros(1, dtype=torch.float32, device=positions.device)
             cos, sin = self._rotary(wide, torch.arange(length, device=positions.device)[None])
             half = self._head_size // 2  # the second half repeats the first
-            # Cosines last: another lane that finds them long enough finds the sines so, too.
-            self._sin = sin[0, :, :half].float().contiguous()
-            self._cos = cos[0, :, :half].float().contiguous()
-        return self._cos[positions], self._sin[positions]
+            cosines, sines = (x[0, :, :half].float().contiguous() for x in (cos, sin))
+            self._rotations = cosines, sines
+        return cosines[positions], sines[positions]
 
 
 def _before_attention(
