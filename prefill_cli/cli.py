@@ -1,34 +1,25 @@
-"""The commands: options → RunConfig → the job. The only file that exits."""
+"""The commands: options → RunConfig → the job. Only this file and signals.py exit."""
 
-import atexit
 import contextlib
-import ctypes
 import io
 import os
 import re
-import select
 import signal
 import sys
-import threading
-import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import fields
+from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, Any, TypeAlias, get_type_hints
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from prefill_cli import __version__, console, machine, metrics
-from prefill_cli.config import RunConfig, option, resolve, seconds, size_bytes
-from prefill_cli.errors import Interrupted, ModelError, PrefillScoreError, TimeLimitError, UsageError
-from prefill_cli.places import Place, place
+from prefill_cli import __version__, console, metrics, options, signals
+from prefill_cli.config import resolve, seconds, size_bytes
+from prefill_cli.errors import Interrupted, ModelError, PrefillScoreError, UsageError
+from prefill_cli.options import CONFIG_FILE, DEFAULTS, takes
+from prefill_cli.places import place
 
-STOP_WITHIN_SEC, LAST_WORDS_SEC = 9.0, 0.7  # from the first signal on; for last_words, where that was not enough
-EXIT_CODES: dict[int, int] = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGALRM: TimeLimitError().exit_code}
-last_words: list[Callable[[int], None]] = []  # who wants to know the exit code of a process that does not end by itself
 ClickError: type[Any] = typer.BadParameter.__mro__[2]  # ClickException: click's own or Typer's copy of it, by version
 
 
@@ -71,183 +62,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-PLACES = {name for name, kind in get_type_hints(RunConfig).items() if kind in (Place | None, Path | None)}
-DEFAULTS = {f.name: f.default for f in fields(RunConfig)}
-SHOWN_DEFAULTS = {
-    "output": "<input stem>.topk",
-    "max_length": "the model's",
-    "max_batch_tokens": "auto",
-    "prefix": "",
-    "vector_column": "embedding",
-}
-IN, TOKENS, VECTORS, SCORES, OUT, RUN = (
-    "Input", "Tokens", "Vectors", "Items and scores", "Output", "How it runs",
-)  # fmt: skip
-
-
-def opt(name: str, text: str, panel: str, *flags: str, metavar: str | None = None) -> Any:
-    """An option of `run`. Its default is None here: what applies is decided in config.resolve, and shown from there."""
-    default = SHOWN_DEFAULTS.get(name, DEFAULTS[name])
-    metavar = metavar or ("<path>" if name in PLACES else None)
-    shown = False if default in (None, False, True, "", (), RunConfig) else str(default)
-    return typer.Option(
-        *flags or (option(name),), help=text, rich_help_panel=panel, metavar=metavar, show_default=shown, readable=False
-    )  # what is wrong with a path is told by whoever opens it
-
-
-def switch(name: str, text: str, panel: str) -> Any:
-    """A yes/no option of `run` that can be said either way, so that the line can overrule a file."""
-    return opt(name, text, panel, f"{option(name)}/--no-{name.replace('_', '-')}")
-
-
 Text: TypeAlias = str | None
 Number: TypeAlias = int | None
 File: TypeAlias = Path | None
-Where: TypeAlias = str | None  # a path, or a URI of another system
 Switch: TypeAlias = bool | None
-ConfigFile = Annotated[
-    File, typer.Option("--config", help="Read options from this TOML file.", show_default="./prefill-score.toml")
-]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
-# Options that several commands have.
-IdColumnOption = Annotated[Text, opt("id_column", "Column with the user ids.", IN)]
-KeepColumnsOption = Annotated[Text, opt("keep_columns", "Input columns carried into the output.", IN, metavar="A,B")]
-DimsOption = Annotated[Number, opt("dims", "Cut vectors to the first D dimensions, on both sides.", VECTORS)]
-NormalizeOption = Annotated[Switch, switch("normalize", "Scale vectors to length 1, on both sides, after --dims.", VECTORS)]
-DeviceOption = Annotated[Text, opt("device", "auto: CUDA, else MPS, else CPU.", VECTORS, metavar="auto|cpu|cuda[:N]|mps")]
-ItemsOption = Annotated[
-    Where,
-    opt(
-        "items",
-        "Item embeddings: .parquet (file, folder, glob), .safetensors or .npy.",
-        SCORES,
-        "-i",
-        "--items",
-    ),
-]
-ItemIdsOption = Annotated[Where, opt("item_ids", "Parquet file with the ids of a .safetensors or .npy.", SCORES)]
-ItemIdColumnOption = Annotated[Text, opt("item_id_column", "Column with the item ids.", SCORES)]
-EmbeddingColumnOption = Annotated[Text, opt("embedding_column", "Column with the embeddings.", SCORES)]
-ItemBiasColumnOption = Annotated[Text, opt("item_bias_column", "Column with a number added to the item's score.", SCORES)]
-TopKOption = Annotated[Number, opt("top_k", "Length of a list.", SCORES, "-k", "--top-k")]
-ScoreOption = Annotated[Text, opt("score", "How a user and an item are scored.", SCORES, metavar="dot|cosine|mlp")]
-HeadOption = Annotated[
-    Where,
-    opt("head", "A .safetensors network: mlp scores pairs, user_tower changes users' vectors.", SCORES),
-]
-BadItemsOption = Annotated[
-    Text, opt("bad_items", "Null, ragged, not finite or (cosine) zero embeddings.", SCORES, metavar="fail|drop")
-]
-StrictProvenanceOption = Annotated[
-    Switch, switch("strict_provenance", "Refuse items that another model made, instead of warning.", SCORES)
-]
-ExcludeColumnOption = Annotated[
-    Text, opt("exclude_column", "Column with the item ids that this user must not get (seen items).", SCORES)
-]
-CandidatesColumnOption = Annotated[
-    Text, opt("candidates_column", "Column with the only item ids that this user may get; null: all.", SCORES)
-]
-AllowOption = Annotated[Where, opt("allow", "Only these items for anybody: Parquet, or text with an id a line.", SCORES)]
-DenyOption = Annotated[Where, opt("deny", "Never these items for anybody.", SCORES)]
-OutputOption = Annotated[Where, opt("output", "The result folder.", OUT, "-o", "--output")]
-OverwriteOption = Annotated[
-    Switch, switch("overwrite", "Replace another run's result or leftovers, once the new result is whole.", OUT)
-]
-LayoutOption = Annotated[
-    Text, opt("layout", "A row a user with two lists, or a row a (user, rank).", OUT, metavar="nested|long")
-]
-MaxRejectsOption = Annotated[
-    Text, opt("max_rejects", "More rejected rows than this: nothing is published.", OUT, metavar="N|P%")
-]
-ShardRowsOption = Annotated[
-    Number, opt("shard_rows", "Rows that are read, sorted by length, scored and committed together.", RUN)
-]
-CompileOption = Annotated[Switch, switch("compile", "Compile kernels (where the work is worth it).", RUN)]
-JsonOption = Annotated[Switch, switch("json", "Print the summary as one JSON object, on a terminal too.", RUN)]
-TimeLimitOption = Annotated[Text, opt("time_limit", "Stop after so long; the same command goes on.", RUN, metavar="3h30m")]
-MetricsFileOption = Annotated[Where, opt("metrics_file", "Write the run's figures there in Prometheus' text format.", RUN)]
-QuietOption = Annotated[Switch, switch("quiet", "Warnings and errors only on stderr.", RUN)]
-LogFormatOption = Annotated[Text, opt("log_format", "Of the messages on stderr.", RUN, metavar="text|json")]
-
-
 @app.command(cls=SectionedHelp, short_help="Score prompts: the main job.")
-def run(
-    inputs: Annotated[list[str], typer.Argument(metavar="INPUT", help="Parquet files, folders or globs.")],
-    id_column: IdColumnOption = None,
-    prompt_column: Annotated[Text, opt("prompt_column", "Column with the prompts' text.", IN)] = None,
-    messages_column: Annotated[
-        Text, opt("messages_column", "Chat messages instead of a prompt, put through the model's chat template.", IN)
-    ] = None,
-    token_ids_column: Annotated[Text, opt("token_ids_column", "Ready-made token ids instead of a prompt.", IN)] = None,
-    keep_columns: KeepColumnsOption = None,
-    prefix: Annotated[Text, opt("prefix", "Text joined before every prompt.", IN)] = None,
-    generation_prompt: Annotated[
-        Switch, switch("generation_prompt", "Messages: end with the template's opening of the answer (on).", IN)
-    ] = None,
-    max_length: Annotated[Number, opt("max_length", "Token limit of a prompt, special tokens included.", TOKENS)] = None,
-    truncate: Annotated[
-        Text, opt("truncate", "Longer prompts: cut left, cut right, or reject.", TOKENS, metavar="left|right|reject")
-    ] = None,
-    keep_head: Annotated[
-        Number, opt("keep_head", "When cutting left, the first N tokens of the text (the instruction) stay.", TOKENS)
-    ] = None,
-    append_eos: Annotated[Switch, switch("append_eos", "End every prompt with EOS, unless it does already.", TOKENS)] = None,
-    plain_special_tokens: Annotated[
-        Switch, switch("plain_special_tokens", "Text that spells a control token is encoded as text.", TOKENS)
-    ] = None,
-    model: Annotated[Text, opt("model", "Folder or hub name of a causal LM.", VECTORS, "-m", "--model")] = None,
-    revision: Annotated[Text, opt("revision", "Revision of a hub model.", VECTORS)] = None,
-    pooling: Annotated[
-        Text, opt("pooling", "auto: what the model folder says, else last.", VECTORS, metavar="auto|last|mean|first")
-    ] = None,
-    dims: DimsOption = None,
-    normalize: NormalizeOption = None,
-    device: DeviceOption = None,
-    dtype: Annotated[
-        Text,
-        opt("dtype", "auto: bfloat16 where the hardware has it.", VECTORS, metavar="auto|float32|bfloat16|float16"),
-    ] = None,
-    items: ItemsOption = None,
-    item_ids: ItemIdsOption = None,
-    item_id_column: ItemIdColumnOption = None,
-    embedding_column: EmbeddingColumnOption = None,
-    item_bias_column: ItemBiasColumnOption = None,
-    top_k: TopKOption = None,
-    score: ScoreOption = None,
-    head: HeadOption = None,
-    bad_items: BadItemsOption = None,
-    strict_provenance: StrictProvenanceOption = None,
-    exclude_column: ExcludeColumnOption = None,
-    candidates_column: CandidatesColumnOption = None,
-    allow: AllowOption = None,
-    deny: DenyOption = None,
-    output: OutputOption = None,
-    overwrite: OverwriteOption = None,
-    layout: LayoutOption = None,
-    max_rejects: MaxRejectsOption = None,
-    shard_rows: ShardRowsOption = None,
-    max_batch_tokens: Annotated[
-        Text, opt("max_batch_tokens", "Token budget of a forward pass.", RUN, metavar="N|auto")
-    ] = None,
-    encoder: Annotated[
-        Text, opt("encoder", "plain: Transformers' own pass over padded batches, slower.", RUN, metavar="auto|plain")
-    ] = None,
-    compile: CompileOption = None,
-    share: Annotated[Switch, switch("share", "Encode equal prompts and shared prefixes once (on).", RUN)] = None,
-    cache: Annotated[Where, opt("cache", "Folder of users' vectors that are kept between runs.", RUN)] = None,
-    time_limit: TimeLimitOption = None,
-    metrics_file: MetricsFileOption = None,
-    offline: Annotated[Switch, switch("offline", "Never ask the network.", RUN)] = None,
-    trust_remote_code: Annotated[
-        Switch, switch("trust_remote_code", "Run Python code from the model's folder.", RUN)
-    ] = None,
-    json: JsonOption = None,
-    quiet: QuietOption = None,
-    log_format: LogFormatOption = None,
-    config: ConfigFile = None,
-) -> None:
+@takes(
+    *options.PROMPT, *options.LENGTH, *options.MODEL, *options.SCORE, *options.OUTPUT, "shard_rows", *options.ENCODING,
+    *options.UNATTENDED, *options.PERMISSION, *options.MESSAGES,
+    inputs=Annotated[list[str], typer.Argument(metavar="INPUT", help="Parquet files, folders or globs.")],
+)  # fmt: skip
+def run(config: Path | None, **given: Any) -> None:
     """Score the prompts of Parquet files against item embeddings and write each user's top-k list.
 
     Options come from this line, else from PREFILL_SCORE_* variables, else from prefill-score.toml
@@ -257,77 +85,45 @@ def run(
 
     Example: prefill-score run prompts.parquet -m ./model -i items.parquet -k 100 -o tonight
     """
-    _score(dict(locals()), with_model=True)
-
-
-def _score(given: dict[str, Any], with_model: bool) -> None:
-    """What `run` and `search` share: everything."""
-    config_file = given.pop("config")
-    report = metrics.Report(given["metrics_file"], given["output"])
-    last_words[:] = [report.fail]
-    with report, exits(given["log_format"] or "text"):
-        settings = resolve(given, config_file, needs=("model", "items") if with_model else ("items",))
-        with exits(settings.log_format):
-            messages = console.listen(settings.log_format, settings.quiet, True)
-            report.open(settings)
-            if settings.time_limit:
-                signal.setitimer(signal.ITIMER_REAL, seconds(settings.time_limit, "--time-limit"))
-            from prefill_cli import pipeline
-            from prefill_cli.engines.local import run_shards
-
-            plan = pipeline.plan_job if with_model else pipeline.plan_search
-            with console.Progress(messages, settings.quiet) as progress:
-                totals = pipeline.run(settings, run_shards, progress, plan)
-            console.print_summary(totals, settings.json)
-            report.succeed(totals)
+    _score(config, given, "plan_job", needs=("model", "items"))
 
 
 @app.command(cls=SectionedHelp, short_help="Search for users' vectors: the same without a model.")
-def search(
-    inputs: Annotated[
+@takes(
+    "id_column", "vector_column", "user_ids", "keep_columns", *options.VECTOR, *options.SCORE, *options.OUTPUT, "shard_rows",
+    "compile", *options.UNATTENDED, *options.MESSAGES,
+    inputs=Annotated[
         list[str], typer.Argument(metavar="VECTORS", help="Parquet files, folders or globs; or one .npy or .safetensors.")
     ],
-    id_column: IdColumnOption = None,
-    vector_column: Annotated[Text, opt("vector_column", "Column with the users' vectors.", IN)] = None,
-    user_ids: Annotated[Where, opt("user_ids", "Parquet file with the ids of a .npy or .safetensors.", IN)] = None,
-    keep_columns: KeepColumnsOption = None,
-    dims: DimsOption = None,
-    normalize: NormalizeOption = None,
-    device: DeviceOption = None,
-    items: ItemsOption = None,
-    item_ids: ItemIdsOption = None,
-    item_id_column: ItemIdColumnOption = None,
-    embedding_column: EmbeddingColumnOption = None,
-    item_bias_column: ItemBiasColumnOption = None,
-    top_k: TopKOption = None,
-    score: ScoreOption = None,
-    head: HeadOption = None,
-    bad_items: BadItemsOption = None,
-    strict_provenance: StrictProvenanceOption = None,
-    exclude_column: ExcludeColumnOption = None,
-    candidates_column: CandidatesColumnOption = None,
-    allow: AllowOption = None,
-    deny: DenyOption = None,
-    output: OutputOption = None,
-    overwrite: OverwriteOption = None,
-    layout: LayoutOption = None,
-    max_rejects: MaxRejectsOption = None,
-    shard_rows: ShardRowsOption = None,
-    compile: CompileOption = None,
-    time_limit: TimeLimitOption = None,
-    metrics_file: MetricsFileOption = None,
-    json: JsonOption = None,
-    quiet: QuietOption = None,
-    log_format: LogFormatOption = None,
-    config: ConfigFile = None,
-) -> None:
+)  # fmt: skip
+def search(config: Path | None, **given: Any) -> None:
     """Search for saved users' vectors among item embeddings and write each user's top-k list, as run does.
 
     A .npy file holds a matrix [users, width], a .safetensors one the tensor "embeddings".
 
     Example: prefill-score search vectors.parquet -i items.parquet -k 100 -o tonight
     """
-    _score(dict(locals()), with_model=False)
+    _score(config, given, "plan_search", needs=("items",))
+
+
+def _score(config_file: Path | None, given: dict[str, Any], plan: str, needs: tuple[str, ...]) -> None:
+    """What `run` and `search` share: everything. plan: the function of prefill_cli.pipeline that finds out what to do."""
+    report = metrics.Report(given["metrics_file"], given["output"])
+    signals.last_words[:] = [report.fail]
+    with report, exits(given["log_format"] or "text"):
+        settings = resolve(given, config_file, needs=needs)
+        with exits(settings.log_format):
+            messages = console.listen(settings.log_format, settings.quiet, True)
+            report.open(settings)
+            if settings.time_limit:
+                signals.end_after(seconds(settings.time_limit, "--time-limit"))
+            from prefill_cli import pipeline
+            from prefill_cli.engines.local import run_shards
+
+            with console.Progress(messages, settings.quiet) as progress:
+                totals = pipeline.run(settings, run_shards, progress, getattr(pipeline, plan))
+            console.print_summary(totals, settings.json)
+            report.succeed(totals)
 
 
 @app.command(cls=SectionedHelp, short_help="See users' lists with titles.")
@@ -364,7 +160,7 @@ def inspect(
     paths: Annotated[
         list[Path], typer.Argument(metavar="PATH", readable=False, help="Models, item files, heads, inputs, results.")
     ],
-    config: ConfigFile = None,
+    config: CONFIG_FILE = None,
     json: Json = False,
 ) -> None:
     """Say what each path is (model, items, prompts or result), what it holds, and what is wrong with it.
@@ -441,7 +237,7 @@ def bench(
         Text, typer.Option("--size", metavar="N,D", help="Made-up items and their width.", show_default="200000,576")
     ] = None,
     top_k: Annotated[Number, typer.Option("--top-k", "-k", help="Length of a list.")] = None,
-    config: ConfigFile = None,
+    config: CONFIG_FILE = None,
     json: Json = False,
 ) -> None:
     """Encode prompts with this tool and with the plain Transformers loop, in one process, and compare.
@@ -477,7 +273,7 @@ def verify(
     max_batch_tokens: BatchTokens = None,
     compile: Compile = None,
     rows: Annotated[int, typer.Option("--rows", min=1, help="How many prompts from the beginning.")] = 32,
-    config: ConfigFile = None,
+    config: CONFIG_FILE = None,
     json: Json = False,
 ) -> None:
     """Encode prompts with the fast encoder and with plain Transformers one at a time, and show the differences.
@@ -547,80 +343,12 @@ def exits(log_format: str = "text") -> Iterator[None]:
     raise typer.Exit(code)
 
 
-def _stop(signum: int, _: FrameType | None) -> None:
-    raise TimeLimitError if signum == signal.SIGALRM else Interrupted(signum)
-
-
-def _stop_once(signum: int, frame: FrameType | None) -> None:
-    """The first signal ends the run in order. Of the next ones, which find that under way, _end_in_time hears."""
-    for number in EXIT_CODES:
-        signal.signal(number, _stopping)
-    _stop(signum, frame)
-
-
-def _stopping(*_: object) -> None:
-    pass
-
-
-def _end_in_time(wake: int) -> None:
-    """End the process where a signal alone does not: a batch may take long. Nothing is lost that SIGKILL would not lose."""
-    code, until = None, float("inf")
-    while (left := until - time.monotonic()) > 0:
-        if not select.select([wake], [], [], min(left, threading.TIMEOUT_MAX))[0]:
-            continue
-        if (heard := EXIT_CODES.get(os.read(wake, 1)[0])) is None:  # a signal that a library asked to hear of
-            continue
-        if code is not None:  # a second one waits for nothing
-            break
-        code, until = heard, time.monotonic() + STOP_WITHIN_SEC
-    _end_now("stopped before the current batch ended; the same command goes on with the shards that are done", code or 1)
-
-
-def _end_now(message: str, code: int) -> None:
-    console.last_words(message)
-    for tell in last_words:
-        telling = threading.Thread(target=tell, args=(code,), daemon=True)
-        telling.start()
-        telling.join(LAST_WORDS_SEC)  # a disk that hangs must not keep the process
-    machine.end_children()  # last, or whoever waits for them would say that they failed
-    os._exit(code)
-
-
-def _bus_error(_: int) -> None:
-    """A mapped file became shorter under the hands of whoever reads it."""
-    _end_now(*machine.shortened())
-
-
-# For C, because Python's own handlers run after the access that fails, which therefore fails for ever.
-BUS_ERROR = ctypes.CFUNCTYPE(None, ctypes.c_int)(_bus_error)
-
-
 def main() -> None:
     """Entry point of `prefill-score`."""
-    for signum in EXIT_CODES:
-        signal.signal(signum, _stop_once)
-    ctypes.CDLL(None).signal(signal.SIGBUS, BUS_ERROR)
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # a closed stdin, stdout or stderr: without this, a
-        pass  # file of the result would take its number, and get what a library prints
-    os.close(descriptor)
-    wake, woken = os.pipe()
-    os.set_blocking(woken, False)
-    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
-    threading.Thread(target=_end_in_time, args=(wake,), daemon=True).start()
+    signals.listen()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # paths need not be text
     try:
         app()
     except SystemExit as end:
-        _leave(end.code if isinstance(end.code, int) else 1)
-
-
-def _leave(code: int) -> None:
-    """End the process when all is in order. Python's own way would take PyTorch apart first, which is most of a second, and
-    wait for threads that hang.
-    """
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be none, or nobody who reads it
-            stream.flush()
-    os._exit(code)
+        signals.leave(end.code if isinstance(end.code, int) else 1)

@@ -14,7 +14,7 @@ import pytest
 from conftest import PROJECT, random_prompts, write_items, write_prompts
 from typer.testing import CliRunner
 
-from prefill_cli import __version__, cli, pipeline
+from prefill_cli import __version__, cli, pipeline, signals
 from prefill_cli.data.manifest import MANIFEST, is_finished
 from prefill_cli.data.tokenization import PromptTokenizer
 from prefill_cli.errors import Interrupted
@@ -150,7 +150,7 @@ def test_one_reject_of_a_hundred_is_within_the_default_limit_and_above_a_limit_o
 
 @pytest.mark.parametrize(("signum", "code"), [(15, 143), (2, 130)])
 def test_a_signal_is_told_in_one_line(line, monkeypatch, signum, code):
-    monkeypatch.setattr(pipeline, "run", lambda *_: cli._stop(signum, None))
+    monkeypatch.setattr(pipeline, "run", lambda *_: signals.stop(signum, None))
     result = invoke("run", *line)
     assert (result.exit_code, result.stdout) == (code, "")
     assert result.stderr == f"error: {Interrupted(signum)}\n"

@@ -266,11 +266,11 @@ def test_a_time_limit_is_told(line, command):
 def test_a_process_that_a_long_batch_keeps_tells_before_it_is_ended(line):
     code = (
         "import sys, time; from concurrent.futures import ThreadPoolExecutor\n"
-        "from prefill_cli import cli, pipeline\n"
+        "from prefill_cli import cli, pipeline, signals\n"
         "def run(*_):\n"
         "    with ThreadPoolExecutor(1) as pool:\n"
         "        pool.submit(lambda: (print('ready', file=sys.stderr, flush=True), time.sleep(100))).result()\n"
-        "cli.STOP_WITHIN_SEC = 0.2; pipeline.run = run; cli.main()"
+        "signals.STOP_WITHIN_SEC = 0.2; pipeline.run = run; cli.main()"
     )
     process = subprocess.Popen([sys.executable, "-c", code, *line], stderr=subprocess.PIPE, text=True)
     assert process.stderr.readline() == "ready\n"

@@ -15,12 +15,12 @@ import yaml
 from conftest import PROJECT, random_prompts, write_prompts
 from test_console import SHARD, STAMP
 
-from prefill_cli import cli, metrics
+from prefill_cli import cli, metrics, signals
 from prefill_cli.config import resolve, seconds, size_bytes
 from prefill_cli.errors import Interrupted, PrefillScoreError, TimeLimitError
 
 TEXT = (PROJECT / "docs" / "nightly.md").read_text()
-KILLED_AFTER_SEC = cli.STOP_WITHIN_SEC + cli.LAST_WORDS_SEC
+KILLED_AFTER_SEC = signals.STOP_WITHIN_SEC + signals.LAST_WORDS_SEC
 ENDS_OF_A_COMMAND = re.compile(r"\s*(\d?>|\|\||&&|[;)])")
 
 
