@@ -41,6 +41,23 @@ BYTES_PER_TOKEN = 4  # of an input file, about: most of it is prompts
 
 
 @dataclass(frozen=True)
+class Scoring:
+    """What users' vectors are scored against."""
+
+    items: Items
+    head: Head | None
+    allowed: npt.NDArray[np.bool_] | None  # [N] items that anybody may get; None: all
+    unknown_ids: int  # in --allow and --deny
+    compiled: bool
+
+    def catalogue(self, user_width: int, device: str) -> Catalogue:
+        """What is searched; it makes itself ready at the first search, so one is enough for a process."""
+        kernels = load_kernels() if self.compiled and device == "cpu" else None
+        pair_head = PairHead(self.head, user_width) if self.head and self.head.kind == "mlp" else None
+        return Catalogue(self.items, self.allowed, device, kernels, head=pair_head)
+
+
+@dataclass(frozen=True)
 class Job:
     """Everything that is the same for all shards of a run."""
 
@@ -48,28 +65,18 @@ class Job:
     plan: InputPlan
     folder: ModelFolder | None  # None: the vectors are there already
     user_width: int  # of the vectors that the encoder gives
-    items: Items
+    scoring: Scoring | None  # None: the vectors are the result
     tokenize: PromptTokenizer | VectorReader
-    allowed: npt.NDArray[np.bool_] | None  # [N] items that anybody may get; None: all
-    unknown_ids: int  # in --allow and --deny
     form: results.Format
     device: str
     dtype: str
     max_batch_tokens: int
     encoder: str  # auto or plain
     compile: bool
-    compile_search: bool
-    head: Head | None
     probe: bool  # whether the first encoder may choose another budget
     expected_tokens: float  # of all prompts, as far as the footers tell
     cached: tuple[str, ...]  # the segments of the cache that this run sees
     staging: Staging | RemoteStaging
-
-    def catalogue(self) -> Catalogue:
-        """What is searched; it makes itself ready at the first search, so one is enough for a process."""
-        kernels = load_kernels() if self.compile_search and self.device == "cpu" else None
-        pair_head = PairHead(self.head, self.user_width) if self.head and self.head.kind == "mlp" else None
-        return Catalogue(self.items, self.allowed, self.device, kernels, head=pair_head)
 
     @property
     def is_cosine(self) -> bool:
@@ -78,7 +85,7 @@ class Job:
     @property
     def normalizes(self) -> bool:
         """Whether the encoder scales vectors to length 1. Cosine is of what a head makes of them."""
-        return self.config.normalize or (self.is_cosine and not self.head)
+        return self.config.normalize or (self.is_cosine and not (self.scoring and self.scoring.head))
 
     def encoder_options(self, folder: ModelFolder, share: float = 1.0) -> EncoderOptions:
         """share: of the prompts, as far as known, that have to be encoded."""
@@ -143,7 +150,7 @@ def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
     out, plan = _places(config)
     with os_errors_as(ModelError, "--model"):
         folder = open_model_folder(config)
-    scored, digests = _scored(config, plan, folder.hidden_size)
+    scoring, digests = _scoring(config, plan, folder.hidden_size)
     tokenize = PromptTokenizer(load_tokenizer(str(folder.path), config), config, folder.positions, folder.vocabulary)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
@@ -154,14 +161,17 @@ def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
         "dims": config.dims,
         "normalized": config.normalize,
     }
-    if "model_sha256" not in scored["items"].provenance:
+    if "model_sha256" not in scoring.items.provenance:
         made_with |= {"model": config.model, "revision": config.revision}
-    check_provenance(scored["items"], config, made_with)
+    check_provenance(scoring.items, config, made_with)
     job = Job(
         config=config,
         plan=plan,
         folder=folder,
+        user_width=config.dims or folder.hidden_size,
+        scoring=scoring,
         tokenize=tokenize,
+        form=results.plan_format(config, plan, scoring.items.ids.type),
         device=device,
         dtype=dtype,
         max_batch_tokens=config.max_batch_tokens or auto_batch_tokens(folder.hidden_size, dtype, device),
@@ -171,7 +181,6 @@ def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
         expected_tokens=tokens,
         cached=(),
         staging=staging_of(out),
-        **scored,
     )
     if config.cache:
         with os_errors_as(OutputError, "--cache"):
@@ -180,7 +189,7 @@ def plan_job(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
         "%s rows in %s, %s items, %s in %s on %s, at most %s tokens a prompt",
         f"{plan.rows:,}",
         _counted_files(plan),
-        f"{len(job.items):,}",
+        f"{len(scoring.items):,}",
         config.model,
         dtype,
         device,
@@ -201,12 +210,15 @@ def plan_search(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
     out, plan = _places(config)
     with os_errors_as(InputError, "input"):
         width = width_of_vectors(plan, config)
-    scored, digests = _scored(config, plan, width or None)
+    scoring, digests = _scoring(config, plan, width or None)
     job = Job(
         config=config,
         plan=plan,
         folder=None,
+        user_width=config.dims or width or scoring.items.width,
+        scoring=scoring,
         tokenize=VectorReader(width),
+        form=results.plan_format(config, plan, scoring.items.ids.type),
         device=choose_device(config.device),
         dtype="float32",
         max_batch_tokens=0,
@@ -216,9 +228,10 @@ def plan_search(config: RunConfig) -> tuple[Job, manifest.Fingerprint]:
         expected_tokens=0.0,
         cached=(),
         staging=staging_of(out),
-        **scored,
     )
-    log.info("%s vectors in %s, %s items on %s", f"{plan.rows:,}", _counted_files(plan), f"{len(job.items):,}", job.device)
+    log.info(
+        "%s vectors in %s, %s items on %s", f"{plan.rows:,}", _counted_files(plan), f"{len(scoring.items):,}", job.device
+    )
     of_ids = {"user_ids_sha256": manifest.digest(config.user_ids.read_bytes())} if config.user_ids else {}
     return job, _fingerprint(job) | {"vector_width": width} | of_ids | digests
 
@@ -235,24 +248,16 @@ def staging_of(out: Place) -> Staging | RemoteStaging:
     return RemoteStaging(out) if is_uri(out) else Staging(local(out))
 
 
-def _scored(config: RunConfig, plan: InputPlan, user_width: int | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """What a Job knows of scoring, and digests of it. user_width: None where the input has no vector."""
+def _scoring(config: RunConfig, plan: InputPlan, user_width: int | None) -> tuple[Scoring, dict[str, str | None]]:
+    """What users are scored against, and digests of it. user_width: None where the input has no vector."""
     fetched: dict[str, Any] = {name: storage.fetch(getattr(config, name), ItemsError) for name in FETCHED}
     here = replace(config, **fetched)
     with os_errors_as(ItemsError, "--items"), storage.naming_origins():
         head, items = _head_and_items(here, user_width)
         allowed, unknown, digests = _allowed_items(here, items)
     _check_filter_types(config, plan, items)
-    found = {
-        "head": head,
-        "items": items,
-        "user_width": config.dims or user_width or items.width,
-        "allowed": allowed,
-        "unknown_ids": unknown,
-        "form": results.plan_format(config, plan, items.ids.type),
-        "compile_search": pays_to_compile_search(config, plan.rows, items),
-    }
-    return found, digests
+    scoring = Scoring(items, head, allowed, unknown, pays_to_compile_search(config, plan.rows, items))
+    return scoring, digests | {"items_sha256": items.sha256, "head_sha256": head.sha256 if head else None}
 
 
 def _counted_files(plan: InputPlan) -> str:
@@ -312,6 +317,4 @@ def _fingerprint(job: Job) -> manifest.Fingerprint:
     return options | {
         "device": job.device.partition(":")[0],
         "inputs_sha256": manifest.input_fingerprint(job.plan),
-        "items_sha256": job.items.sha256,
-        "head_sha256": job.head.sha256 if job.head else None,
     }

@@ -8,32 +8,29 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from prefill_cli.config import RunConfig
 from prefill_cli.data import manifest, results
 from prefill_cli.data.cache import Known
 from prefill_cli.data.inputs import Shard
+from prefill_cli.data.lengths import histogram
 from prefill_cli.data.prompts import ShardReader
-from prefill_cli.data.rejects import Reject
 from prefill_cli.data.rows import ShardRows, read_rows
 from prefill_cli.data.staging import Receipt
 from prefill_cli.data.tokenization import Ids
 from prefill_cli.encoding.encoder import Encoded, Encoder, OnBatch
 from prefill_cli.encoding.loading import load_base_model
-from prefill_cli.encoding.pooling import unit_length
 from prefill_cli.encoding.stored import StoredVectors
 from prefill_cli.errors import ModelError, OutputError, TooManyRejectsError, os_errors_as
 from prefill_cli.job import Job, plan_job, plan_search
+from prefill_cli.outcome import only_finite, outcome_of
 from prefill_cli.places import beside
-from prefill_cli.scoring.filters import Filters, ItemIndex
-from prefill_cli.scoring.topk import Catalogue, search
 from prefill_cli.summary import manifest_of, totals_of
 
 log = logging.getLogger(__name__)
@@ -98,8 +95,9 @@ def run(config: RunConfig, engine: Engine, progress: Progress, plan: Plan = plan
                 with contextlib.suppress(OutputError):  # what ended the run is told, not that its leftovers resist
                     staging.discard()
             raise
-        totals = totals_of(job, [receipts[shard] for shard in job.shards], time.perf_counter() - began)
-        staging.publish(manifest_of(job, fingerprint, totals))
+        in_order = [receipts[shard] for shard in job.shards]
+        totals = totals_of(job, in_order, time.perf_counter() - began)
+        staging.publish(manifest_of(job, fingerprint, in_order, totals))
     return totals
 
 
@@ -135,8 +133,7 @@ class Worker:
         self._job = job
         self._reader = ShardReader(job.plan, job.config)
         self._encoder: Encoder | None = None if job.folder else StoredVectors(job.config.dims, job.normalizes)
-        self._index = ItemIndex(job.items.ids)
-        self._catalogue = job.catalogue()
+        self._outcome = outcome_of(job)
         self._cache = job.open_cache()
         self._start_sec = time.perf_counter() - began
 
@@ -183,19 +180,18 @@ class Worker:
             self._cache.close()
 
     def finish(self, done: Vectors) -> Receipt:
-        """Search, and write the part and the rejects; returns what the shard's receipt says."""
+        """Search (or not), and write the part and the rejects; returns what the shard's receipt says."""
         job, staging, shard, encoded = self._job, self._job.staging, done.read.shard, done.encoded
         began = time.perf_counter()
         if self._cache is not None and done.read.known:
             self._cache.add(done.read.known.keys[done.fresh], encoded.vectors[done.fresh])
         cache_sec = time.perf_counter() - began
         began = time.perf_counter()
-        rows, vectors = _only_scorable(done.read.rows, encoded, job, self._catalogue)
-        filters = self._index.filters(rows.exclude, rows.candidates)
-        found = _Lists(job, self._catalogue, rows.columns, vectors, filters)
-        entries = results.write_part(staging.part(shard), job.form, found)
+        finite = only_finite(done.read.rows, encoded.vectors, encoded.out_of_memory, job.user_width)
+        rows, vectors = self._outcome.fit(*finite)
+        written = self._outcome.write(staging.part(shard), rows, vectors)
         results.write_rejects(staging.rejects(shard), rows.rejects)
-        job.items.check_unchanged()
+        self._outcome.check_unchanged()
         if job.folder:
             job.folder.check_unchanged()
         return {
@@ -203,15 +199,15 @@ class Worker:
             "rows_out": len(rows.input_ids),
             "rejects": rows.rejects.num_rows,
             "reasons": Counter(rows.rejects["reason"].to_pylist()),
-            "part_rows": entries,
+            "part_rows": written.rows,
             "tokens": rows.tokens,
             "computed_tokens": encoded.computed_tokens,
             "truncated_rows": rows.truncated_rows,
             "control_token_rows": rows.control_token_rows,
             "retried_rows": encoded.retried_rows,
             "cached_rows": len(done.read.rows.input_ids) - len(done.fresh),
-            "empty_lists": found.empty_lists,
-            "unknown_ids": filters.unknown_ids,
+            "empty_lists": written.empty_lists,
+            "unknown_ids": written.unknown_ids,
             "batches": encoded.batches,
             "encoder": done.encoder,
             "max_batch_tokens": done.max_batch_tokens,
@@ -219,8 +215,9 @@ class Worker:
             "read_sec": done.read.sec,
             "cache_sec": done.read.cache_sec + cache_sec,
             "encode_sec": done.sec,
-            "search_sec": found.search_sec,
-            "write_sec": time.perf_counter() - began - found.search_sec,
+            "search_sec": written.search_sec,
+            "write_sec": time.perf_counter() - began - written.search_sec,
+            "lengths": histogram(map(len, rows.input_ids)) if job.folder else {},
         }
 
     def _choose_encoder(self, prompts: Sequence[Ids], share: float) -> Encoder:
@@ -235,64 +232,12 @@ class Worker:
         return choose_encoder(model, options, prompts)
 
 
-class _Lists:
-    """The row groups of a part, searched as they are written; counts on the way."""
-
-    def __init__(
-        self, job: Job, catalogue: Catalogue, columns: pa.Table, vectors: npt.NDArray[np.float32], filters: Filters
-    ) -> None:
-        self._job, self._catalogue = job, catalogue
-        self._columns, self._vectors, self._filters = columns, vectors, filters
-        self.empty_lists = 0
-        self.search_sec = 0.0
-
-    def __iter__(self) -> Iterator[tuple[pa.Table, results.Lists]]:
-        job = self._job
-        k = min(job.config.top_k, len(job.items))
-        step = results.group_rows(k)
-        for start in range(0, len(self._vectors), step):
-            began = time.perf_counter()
-            vectors = self._vectors[start : start + step]
-            filters = self._filters.of_users(start, start + step)
-            top = search(vectors, self._catalogue, k, filters)
-            lists = results.Lists(top.offsets, job.items.ids.take(pa.array(top.rows)), top.scores)
-            self.empty_lists += int((np.diff(top.offsets) == 0).sum())
-            self.search_sec += time.perf_counter() - began
-            yield self._columns.slice(start, step), lists
-
-
 def _among_known(known: Known, fresh: npt.NDArray[np.int64], encoded: Encoded) -> Encoded:
     """What was encoded now and what was known before, together in the order of the shard's rows."""
     vectors = known.vectors
     if len(encoded.out_of_memory) < len(fresh):  # else there is no vector, and so no width
         vectors[fresh] = encoded.vectors
     return replace(encoded, vectors=vectors, out_of_memory=fresh[encoded.out_of_memory])
-
-
-def _only_scorable(
-    rows: ShardRows, encoded: Encoded, job: Job, catalogue: Catalogue
-) -> tuple[ShardRows, npt.NDArray[np.float32]]:
-    """Rows and what is searched for, [n, d], less the rows that have no vector, or whose vector has no score."""
-    unfit = np.zeros(len(encoded.vectors), bool)
-    unfit[encoded.out_of_memory] = True
-    detail = "the memory does not suffice for this prompt, alone in a batch too; lower --max-length"
-    rows, vectors = rows.without(unfit, Reject("out_of_memory", detail)), encoded.vectors[~unfit]
-    if not len(vectors):
-        return rows, np.empty((0, job.user_width), np.float32)
-
-    def drop(detail: str, bad: Any) -> None:
-        nonlocal rows, vectors
-        rows, vectors = rows.without(bad, Reject("not_finite", detail)), vectors[~bad]
-
-    drop("the model gives a vector that is not finite, in float32 and alone too", ~np.isfinite(vectors).all(axis=1))
-    if job.head and job.head.kind == "user_tower":
-        vectors = job.head.tower(vectors)
-        drop("the head gives a vector that is not finite", ~np.isfinite(vectors).all(axis=1))
-        vectors = unit_length(vectors) if job.is_cosine else vectors
-    drop("its scores would leave the range of float32", catalogue.overflowing(vectors))
-    if job.is_cosine or job.config.normalize:
-        drop("its vector has zero length and so no direction", ~vectors.any(axis=1))
-    return rows, vectors
 
 
 def _tell(job: Job, shard: Shard, receipt: Receipt, fresh: Counter[str], sec: float) -> None:

@@ -9,32 +9,17 @@ from prefill_cli.encoding.loading import ModelFolder
 from prefill_cli.errors import PrefillScoreError
 from prefill_cli.job import Job
 
+SUMMED = (  # over the shards
+    "rows", "rows_out", "rejects", "tokens", "computed_tokens", "truncated_rows", "control_token_rows", "retried_rows",
+    "cached_rows", "empty_lists", "unknown_ids", "batches", "part_rows", "start_sec", "read_sec", "cache_sec", "encode_sec",
+    "search_sec", "write_sec",
+)  # fmt: skip
+
 
 def totals_of(job: Job, receipts: list[Receipt], wall_sec: float) -> dict[str, Any]:
     """The summary: sums over the shards, whichever run did them."""
-    summed = (
-        "rows",
-        "rows_out",
-        "rejects",
-        "tokens",
-        "computed_tokens",
-        "truncated_rows",
-        "control_token_rows",
-        "retried_rows",
-        "cached_rows",
-        "empty_lists",
-        "unknown_ids",
-        "batches",
-        "part_rows",
-        "start_sec",
-        "read_sec",
-        "cache_sec",
-        "encode_sec",
-        "search_sec",
-        "write_sec",
-    )
     reasons: Counter[str] = sum((Counter(receipt["reasons"]) for receipt in receipts), Counter())
-    sums = {name: sum(receipt.get(name, 0) for receipt in receipts) for name in summed}  # an older version told less
+    sums = {name: sum(receipt.get(name, 0) for receipt in receipts) for name in SUMMED}  # an older version told less
     if sums["rows"] != job.plan.rows or sums["rows"] != sums["rows_out"] + sums["rejects"]:
         raise PrefillScoreError(
             f"rows are unaccounted for: {job.plan.rows} in, {sums['rows_out']} out, {sums['rejects']} rejected"
@@ -44,8 +29,8 @@ def totals_of(job: Job, receipts: list[Receipt], wall_sec: float) -> dict[str, A
         "output": str(job.staging.out),
         **sums,
         "reject_reasons": dict(reasons.most_common()),
-        "unknown_ids": sums["unknown_ids"] + job.unknown_ids,
-        "dropped_items": job.items.dropped,
+        "unknown_ids": sums["unknown_ids"] + (job.scoring.unknown_ids if job.scoring else 0),
+        "dropped_items": job.scoring.items.dropped if job.scoring else 0,
         "shards": len(receipts),
         "wall_sec": wall_sec,
         "tokens_per_sec": sums["tokens"] / sums["encode_sec"] if sums["encode_sec"] else 0.0,
@@ -58,8 +43,14 @@ def totals_of(job: Job, receipts: list[Receipt], wall_sec: float) -> dict[str, A
     }
 
 
-def manifest_of(job: Job, fingerprint: manifest.Fingerprint, totals: dict[str, Any]) -> dict[str, Any]:
-    folder, items = job.folder, job.items
+def manifest_of(
+    job: Job, fingerprint: manifest.Fingerprint, receipts: list[Receipt], totals: dict[str, Any]
+) -> dict[str, Any]:
+    """receipts: of all shards, in order."""
+    folder = job.folder
+    lengths: Counter[int] = Counter()
+    for receipt in receipts:
+        lengths.update({int(bound): rows for bound, rows in receipt.get("lengths", {}).items()})
     return {
         "made_by": "prefill-score",
         "format_version": manifest.FORMAT_VERSION,
@@ -77,10 +68,19 @@ def manifest_of(job: Job, fingerprint: manifest.Fingerprint, totals: dict[str, A
             "before": job.tokenize.specials[0],
             "after": job.tokenize.specials[1],
         },
-        "items": {"path": str(job.config.items), "items": len(items), "width": items.width, "sha256": items.sha256},
+        "items": _items(job),
         "environment": manifest.environment(),
         "totals": totals,
+        "lengths": {str(bound): lengths[bound] for bound in sorted(lengths)},
+        "shards": {name: [receipt.get(name, 0) for receipt in receipts] for name in SUMMED},
     }
+
+
+def _items(job: Job) -> dict[str, Any] | None:
+    if job.scoring is None:
+        return None
+    items = job.scoring.items
+    return {"path": str(job.config.items), "items": len(items), "width": items.width, "sha256": items.sha256}
 
 
 def _model(folder: ModelFolder, revision: str | None) -> dict[str, Any]:

@@ -49,13 +49,7 @@ def plan_format(config: RunConfig, plan: InputPlan, item_id_type: pa.DataType) -
     Raises:
         UsageError: two output columns would have one name.
     """
-    names = OUTPUT_COLUMNS[config.layout]
-    carried = (config.id_column, *config.keep_columns)
-    for name in carried:
-        if name in names or carried.count(name) > 1:
-            raise UsageError(f"column {name!r} would stand twice in the output, which has {', '.join((*carried, *names))}")
-    if config.id_column in rejects.COLUMNS:
-        raise UsageError(f"the id column {config.id_column!r} has the name of a column of the rejects; rename it")
+    _check_names(config, OUTPUT_COLUMNS[config.layout])
     fields = [pa.field(config.id_column, plan.id_type), *plan.kept]
     if config.layout == "nested":
         fields += [pa.field("item_ids", pa.list_(item_id_type)), pa.field("scores", pa.list_(pa.float32()))]
@@ -64,13 +58,43 @@ def plan_format(config: RunConfig, plan: InputPlan, item_id_type: pa.DataType) -
     return Format(config.layout, pa.schema(fields), rejects.schema(config.id_column, plan.id_type))
 
 
+def plan_vectors(config: RunConfig, plan: InputPlan, width: int, metadata: dict[str, str]) -> Format:
+    """The same for vectors of `width` themselves. metadata: of each part, about what made them."""
+    _check_names(config, (config.embedding_column,))
+    vectors = pa.field(config.embedding_column, pa.list_(pa.float32(), width))
+    schema = pa.schema([pa.field(config.id_column, plan.id_type), vectors, *plan.kept], metadata)
+    return Format("vectors", schema, rejects.schema(config.id_column, plan.id_type))
+
+
+def _check_names(config: RunConfig, names: tuple[str, ...]) -> None:
+    """names: of the columns that a run makes, beside those that it carries over."""
+    carried = (config.id_column, *config.keep_columns)
+    for name in carried:
+        if name in names or carried.count(name) > 1:
+            raise UsageError(f"column {name!r} would stand twice in the output, which has {', '.join((*carried, *names))}")
+    if config.id_column in rejects.COLUMNS:
+        raise UsageError(f"the id column {config.id_column!r} has the name of a column of the rejects; rename it")
+
+
 def write_part(path: Path, form: Format, groups: Iterable[tuple[pa.Table, Lists]]) -> int:
     """Write one part from (id and kept columns, lists) pairs; returns its rows (long: list entries).
 
     Each pair is a row group, or several in the long layout where the kept columns are wide.
     """
     layout = _nested if form.layout == "nested" else _long
-    return _write(path, form.result, (table for columns, lists in groups for table in layout(columns, lists, form.result)))
+    tables = (table for columns, lists in groups for table in layout(columns, lists, form.result))
+    return _write(path, form.result, tables, ("scores", "score"))
+
+
+def write_vectors(path: Path, form: Format, groups: Iterable[tuple[pa.Table, npt.NDArray[np.float32]]]) -> int:
+    """Write one part from (id and kept columns, vectors [n, d]) pairs, a row group each; returns its rows."""
+
+    def table(columns: pa.Table, vectors: npt.NDArray[np.float32]) -> pa.Table:
+        lists = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), vectors.shape[1])
+        first, *kept = columns.columns
+        return _as([first, lists, *kept], form.result)
+
+    return _write(path, form.result, (table(*group) for group in groups), (form.result.names[1],))
 
 
 def write_rejects(path: Path, table: pa.Table) -> None:
@@ -88,14 +112,11 @@ def group_rows(k: int) -> int:
     return max(1, GROUP_ELEMENTS // k)
 
 
-def _write(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> int:
+def _write(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], plain: tuple[str, ...] = ()) -> int:
+    """plain: columns of numbers that hardly repeat, for which a dictionary costs time and saves nothing."""
     rows = 0
-    # Dictionaries pay for ids and kept columns, never for scores. Parquet names the values of a list by their own path.
-    indexed = [
-        field.name + (".list.element" if is_list(field.type) else "")
-        for field in schema
-        if field.name not in ("scores", "score")
-    ]
+    # Parquet names the values of a list by their own path.
+    indexed = [f.name + (".list.element" if is_list(f.type) else "") for f in schema if f.name not in plain]
     options = {"compression": "zstd", "use_dictionary": indexed, "write_page_checksum": True}
     with replacing(path) as file, pq.ParquetWriter(file, schema, **options) as writer:
         for table in tables:
