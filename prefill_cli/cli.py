@@ -85,7 +85,26 @@ def run(config: Path | None, **given: Any) -> None:
 
     Example: prefill-score run prompts.parquet -m ./model -i items.parquet -k 100 -o tonight
     """
-    _score(config, given, "plan_job", needs=("model", "items"))
+    _run(config, given, "plan_job", needs=("model", "items"))
+
+
+@app.command(cls=SectionedHelp, short_help="Make vectors of texts: item files, users' vectors.")
+@takes(
+    *options.PROMPT, *options.LENGTH, *options.MODEL, "from_lm_head", "output", "embedding_column", "overwrite",
+    "max_rejects", "shard_rows", *options.ENCODING, *options.UNATTENDED, *options.PERMISSION, *options.MESSAGES,
+    **options.OF_EMBED,
+    inputs=Annotated[list[str], typer.Argument(metavar="INPUT", help="Parquet files, folders or globs.")],
+)  # fmt: skip
+def embed(config: Path | None, **given: Any) -> None:
+    """Make a vector of each text, as run does of prompts: an item file for run, or users' vectors for search.
+
+    One file where --output ends in .parquet or .safetensors (ids beside it in .ids.parquet), else a
+    folder of parts. What made the vectors stands in the files; run compares it with its own model.
+
+    Example: prefill-score embed titles.parquet --id-column item_id --prompt-column title -m ./model
+    -o items.parquet
+    """
+    _run(config, given, "plan_embed", needs=("model",))
 
 
 @app.command(cls=SectionedHelp, short_help="Search for users' vectors: the same without a model.")
@@ -103,12 +122,13 @@ def search(config: Path | None, **given: Any) -> None:
 
     Example: prefill-score search vectors.parquet -i items.parquet -k 100 -o tonight
     """
-    _score(config, given, "plan_search", needs=("items",))
+    _run(config, given, "plan_search", needs=("items",))
 
 
-def _score(config_file: Path | None, given: dict[str, Any], plan: str, needs: tuple[str, ...]) -> None:
-    """What `run` and `search` share: everything. plan: the function of prefill_cli.pipeline that finds out what to do."""
-    report = metrics.Report(given["metrics_file"], given["output"])
+def _run(config_file: Path | None, given: dict[str, Any], plan: str, needs: tuple[str, ...]) -> None:
+    """What `run`, `embed` and `search` share: everything. plan: which function of prefill_cli.pipeline plans it."""
+    suffix = ".vectors" if plan == "plan_embed" else ".topk"
+    report = metrics.Report(given["metrics_file"], given["output"], suffix)
     signals.last_words[:] = [report.fail]
     with report, exits(given["log_format"] or "text"):
         settings = resolve(given, config_file, needs=needs)

@@ -11,7 +11,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
@@ -65,6 +65,7 @@ class RunConfig:
     pooling: Literal["auto", "last", "mean", "first"] = "auto"
     dims: int | None = None
     normalize: bool = False
+    from_lm_head: bool | None = None  # of `embed`: rows of the output (False: input) embeddings, no forward pass
 
     score: Literal["dot", "cosine", "mlp"] = "dot"
     head: Place | None = field(default=None, metadata=NOT_IN_ANSWER)  # a digest
@@ -130,6 +131,11 @@ class RunConfig:
     def text_column(self) -> str:
         """The column that holds the prompt, in whichever of its forms."""
         return self.vector_column or self.messages_column or self.token_ids_column or self.prompt_column
+
+    def without(self, *names: str) -> "RunConfig":
+        """The same with these options as if nobody had given them."""
+        defaults: dict[str, Any] = {f.name: f.default for f in fields(self) if f.name in names}
+        return replace(self, **defaults)
 
     def allowed_rejects(self, rows: int) -> int:
         """How many of `rows` input rows may be rejected before nothing is published."""

@@ -1,5 +1,6 @@
 """Matrices in files: .npy and .safetensors, memory-mapped, or read piece by piece where the address space has no room."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from prefill_cli.errors import PrefillScoreError, first_line, nearest
 from prefill_cli.machine import MAPPED
 
 TENSOR = "embeddings"
+IDS_FILE, IDS_DIGEST = "ids_file", "ids_sha256"  # of a .safetensors file's metadata: whose rows these are
 MATRIX_SUFFIXES = (".npy", ".safetensors")
 WIDEST = 1 << 24
 SAFETENSORS_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # NumPy has no bfloat16
@@ -68,6 +70,20 @@ def open_matrix(path: Path, tensor: str, error: type[PrefillScoreError]) -> tupl
         raise
     except Exception as fault:  # safetensors and NumPy have their own kinds for a damaged file
         raise error(f"{path}: not readable as {path.suffix[1:].lower()}: {first_line(fault)}") from None
+
+
+def safetensors_header(rows: int, width: int, metadata: dict[str, str]) -> bytes:
+    """What stands before the rows of a .safetensors file with one float32 matrix, which may be larger than the memory."""
+    tensor = {"dtype": "F32", "shape": [rows, width], "data_offsets": [0, rows * width * 4]}
+    header = json.dumps({"__metadata__": metadata, TENSOR: tensor}, ensure_ascii=False).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header
+
+
+def ids_digest(path: Path) -> str:
+    """Of a file of ids, for the metadata of the matrix that goes with it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def metadata_of(path: Path) -> dict[str, str]:

@@ -54,14 +54,15 @@ NOT_METRICS = {".parquet", ".npy", ".safetensors", ".toml", ".json"}
 class Report:
     """Writes the file at the end of the block, also where an error that has an `exit_code` leaves it.
 
-    file, output: what the command line says; `open` tells what holds once all options are known. Until then only a file
-    of ours is replaced.
+    suffix: of a result without a name. file, output: what the command line says; `open` tells what holds once all options
+    are known. Until then only a file of ours is replaced.
     """
 
-    def __init__(self, file: str | None, output: str | None) -> None:
+    def __init__(self, file: str | None, output: str | None, suffix: str = ".topk") -> None:
         where, out = _place(file), _place(output)
         self._file = where if isinstance(where, Path) and out and where.suffix not in NOT_METRICS else None
         self._output = _text(out or "")
+        self._suffix = suffix
         self._opened = False
         self._began = time.time()
 
@@ -82,7 +83,7 @@ class Report:
             importlib.import_module("prometheus_client")
         except ImportError:
             raise UsageError("--metrics-file needs prometheus-client: pip install 'prefill-score[metrics]'") from None
-        self._output = _text(config.output or result_name(place(config.inputs[0])))
+        self._output = _text(config.output or result_name(place(config.inputs[0]), self._suffix))
         self._file, self._opened = file, True
 
     def succeed(self, totals: dict[str, Any]) -> None:

@@ -70,6 +70,10 @@ OPTIONS: dict[str, Any] = {
     "pooling": opt("pooling", "auto: what the model folder says, else last.", VECTORS, metavar="auto|last|mean|first"),
     "dims": opt("dims", "Cut vectors to the first D dimensions, on both sides.", VECTORS),
     "normalize": opt("normalize", "Scale vectors to length 1, on both sides, after --dims.", VECTORS),
+    "from_lm_head": opt(
+        "from_lm_head", "No forward pass: rows of the output (input) embeddings, the mean over an item's tokens.", VECTORS,
+        "--from-lm-head/--from-input-embeddings",
+    ),
     "device": opt("device", "auto: CUDA, else MPS, else CPU.", VECTORS, metavar="auto|cpu|cuda[:N]|mps"),
     "dtype": opt("dtype", "auto: bfloat16 where the hardware has it.", VECTORS, metavar="auto|float32|bfloat16|float16"),
     "items": opt("items", "Item embeddings: .parquet (file, folder, glob), .safetensors or .npy.", SCORES, "-i", "--items"),
@@ -121,6 +125,15 @@ ENCODING = ("max_batch_tokens", "encoder", "compile", "share", "cache")
 UNATTENDED = ("time_limit", "metrics_file")
 PERMISSION = ("offline", "trust_remote_code")
 MESSAGES = ("json", "quiet", "log_format")
+OF_EMBED = {  # told in other words there
+    "id_column": opt("id_column", "Column with the ids.", IN),
+    "embedding_column": opt("embedding_column", "Column that the vectors get.", OUT),
+    "output": opt(
+        "output", "A .parquet or .safetensors file, else a folder of parts.", OUT, "-o", "--output",
+        shown="<input stem>.vectors",
+    ),
+    "cache": opt("cache", "Folder of vectors that are kept between runs.", RUN),
+}  # fmt: skip
 CONFIG_FILE = Annotated[
     Path | None, typer.Option("--config", help="Read options from this TOML file.", show_default="./prefill-score.toml")
 ]
@@ -129,10 +142,12 @@ CONFIG_FILE = Annotated[
 def takes(*names: str, **others: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Let a command that is written as f(inputs, config, **given) have the options `names` of `run`, and `others`.
 
-    others: annotated types, or pairs of one and its default, by name; they come first, and `config` last.
+    others: annotated types, or pairs of one and its default, by name. They come first and `config` last; one that is among
+    `names` is told in their place.
     """
-    arguments = {name: pair if isinstance(pair, tuple) else (pair, Parameter.empty) for name, pair in others.items()}
-    arguments |= {name: (OPTIONS[name], None) for name in names} | {"config": (CONFIG_FILE, None)}
+    own = {name: pair if isinstance(pair, tuple) else (pair, Parameter.empty) for name, pair in others.items()}
+    arguments = {name: pair for name, pair in own.items() if name not in names}
+    arguments |= {name: (others.get(name, OPTIONS[name]), None) for name in names} | {"config": (CONFIG_FILE, None)}
 
     def tell(function: Callable[..., None]) -> Callable[..., None]:
         told: Any = function

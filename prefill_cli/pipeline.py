@@ -28,9 +28,10 @@ from prefill_cli.encoding.encoder import Encoded, Encoder, OnBatch
 from prefill_cli.encoding.loading import load_base_model
 from prefill_cli.encoding.stored import StoredVectors
 from prefill_cli.errors import ModelError, OutputError, TooManyRejectsError, os_errors_as
-from prefill_cli.job import Job, plan_job, plan_search
+from prefill_cli.job import Job
 from prefill_cli.outcome import only_finite, outcome_of
 from prefill_cli.places import beside
+from prefill_cli.planning import plan_embed, plan_job, plan_search
 from prefill_cli.summary import manifest_of, totals_of
 
 log = logging.getLogger(__name__)
@@ -51,12 +52,12 @@ class Engine(Protocol):
     def __call__(self, job: Job, shards: Sequence[Shard], progress: Progress) -> Generator[tuple[Shard, Receipt]]: ...
 
 
-__all__ = ["plan_job", "plan_search", "run"]
+__all__ = ["plan_embed", "plan_job", "plan_search", "run"]
 Plan = Callable[[RunConfig], tuple[Job, manifest.Fingerprint]]
 
 
 def run(config: RunConfig, engine: Engine, progress: Progress, plan: Plan = plan_job) -> dict[str, Any]:
-    """Do the whole job and publish it; returns the totals. plan: plan_job, or plan_search where vectors are there already.
+    """Do the whole job and publish it; returns the totals. plan: which of the three jobs it is.
 
     Raises:
         PrefillScoreError: one of its kinds; what is done is kept for the same command.
@@ -225,7 +226,12 @@ class Worker:
 
         job = self._job
         assert job.folder
-        model = load_base_model(job.folder, job.device, job.dtype, job.config.trust_remote_code)
+        output, remote_code = job.config.from_lm_head, job.config.trust_remote_code
+        if output is not None:
+            from prefill_cli.encoding.token_rows import load_token_rows
+
+            return load_token_rows(job.folder, output, job.config.dims, job.normalizes, remote_code)
+        model = load_base_model(job.folder, job.device, job.dtype, remote_code)
         options = job.encoder_options(job.folder, share)
         if job.encoder == "plain":
             return plain_encoder(model, options)

@@ -49,10 +49,10 @@ def place(text: str) -> Place:
     return Uri(text)
 
 
-def result_name(first_input: Place) -> str:
+def result_name(first_input: Place, suffix: str = ".topk") -> str:
     """The name that a result gets where --output is not given."""
     bare = PurePath(first_input.partition("?")[0]) if isinstance(first_input, Uri) else first_input.resolve()
-    return f"{bare.stem}.topk"
+    return bare.stem + suffix
 
 
 def beside(folder: Place, *names: str) -> Any:

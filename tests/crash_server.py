@@ -26,7 +26,7 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401
 from transformers import AutoModel, AutoTokenizer  # noqa: F401
 
-from prefill_cli import cli, pipeline, summary  # noqa: F401
+from prefill_cli import cli, outcome, pipeline, summary  # noqa: F401
 from prefill_cli.data import cache, disk, locks, prompts, staging, tokenization
 from prefill_cli.encoding import choice, prefill  # noqa: F401
 from prefill_cli.engines import local  # noqa: F401
@@ -38,7 +38,7 @@ STEPS = {
     "tokenise": (tokenization.PromptTokenizer, "__call__"),
     "look-up": (cache.VectorCache, "look_up"),
     "encode": (prefill.PrefillEncoder, "_vectors"),
-    "search": (pipeline, "search"),
+    "search": (outcome, "search"),
     "write": (pq.ParquetWriter, "write_table"),
     "fsync": (os, "fsync"),
     "rename": (Path, "replace"),

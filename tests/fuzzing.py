@@ -39,7 +39,7 @@ from prefill_cli.data.staging import Staging
 from prefill_cli.encoding.loading import quiet_transformers
 from prefill_cli.engines.local import run_shards
 from prefill_cli.errors import PrefillScoreError
-from prefill_cli.job import plan_job, plan_search
+from prefill_cli.planning import plan_job, plan_search
 from prefill_cli.tools.inspect import inspect_path
 from prefill_cli.tools.show import UserQuery, read_lists
 

@@ -15,7 +15,7 @@ import shutil
 import time
 from pathlib import Path
 
-from prefill_cli import machine, pipeline
+from prefill_cli import machine, outcome, pipeline
 from prefill_cli.data import cache, locks, staging
 from prefill_cli.data.prompts import ShardReader
 from prefill_cli.encoding.prefill import PrefillEncoder
@@ -46,7 +46,7 @@ WHERE = {
     "encode": (pipeline.Worker, "encode"),
     "batch": (PrefillEncoder, "_vectors"),
     "finish": (pipeline.Worker, "finish"),
-    "search": (pipeline, "search"),
+    "search": (outcome, "search"),
     "load": (pipeline, "load_base_model"),
     "planned": (pipeline.Worker, "__init__"),
     "publish": (staging.Staging, "publish"),

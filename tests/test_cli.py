@@ -14,7 +14,7 @@ import pytest
 from conftest import PROJECT, random_prompts, write_items, write_prompts
 from typer.testing import CliRunner
 
-from prefill_cli import __version__, cli, pipeline, signals
+from prefill_cli import __version__, cli, outcome, pipeline, signals
 from prefill_cli.data.manifest import MANIFEST, is_finished
 from prefill_cli.data.tokenization import PromptTokenizer
 from prefill_cli.errors import Interrupted
@@ -226,7 +226,7 @@ def crash_in_search(monkeypatch):
     def search(*_):
         raise RuntimeError(f"prompt {SECRET}")
 
-    monkeypatch.setattr(pipeline, "search", search)
+    monkeypatch.setattr(outcome, "search", search)
 
 
 def no_crash(monkeypatch):

@@ -263,14 +263,18 @@ def test_other_limits_of_rejects_are_refused(limit):
 
 
 OF_SEARCH = {"vector_column", "user_ids"}
+OF_EMBED = {"from_lm_head"}
 
 
 def test_the_command_line_has_every_field_and_no_other():
     import inspect
 
-    of_run, of_search = (set(inspect.signature(command).parameters) - {"config"} for command in (cli.run, cli.search))
-    assert of_run | of_search == {f.name for f in fields(RunConfig)}
+    of_run, of_embed, of_search = (
+        set(inspect.signature(command).parameters) - {"config"} for command in (cli.run, cli.embed, cli.search)
+    )
+    assert of_run | of_embed | of_search == {f.name for f in fields(RunConfig)}
     assert of_search - of_run == OF_SEARCH
+    assert of_embed - of_run == OF_EMBED
 
 
 def help_of(command: str) -> str:
@@ -300,9 +304,9 @@ def test_every_default_that_the_help_shows_is_the_one_that_applies():
 
 def test_every_option_is_spelled_as_its_field_and_switches_can_be_said_either_way():
     for f in fields(RunConfig):
-        text = help_of("search" if f.name in OF_SEARCH else "run")
+        text = help_of("search" if f.name in OF_SEARCH else "embed" if f.name in OF_EMBED else "run")
         if f.name != "inputs":
-            assert f"{option(f.name)} " in text
+            assert f"{option(f.name)} " in text or f"{option(f.name)} /" in text
         if isinstance(f.default, bool):
             assert f"{option(f.name)} / --no-{f.name.replace('_', '-')} " in text
 

@@ -24,7 +24,7 @@ from prefill_cli import storage
 from prefill_cli.arrow import is_binary, is_list, is_text, plain_type
 from prefill_cli.config import RunConfig, option
 from prefill_cli.errors import InputError, UsageError, first_line, nearest
-from prefill_cli.matrices import MATRIX_SUFFIXES, TENSOR, open_matrix
+from prefill_cli.matrices import IDS_DIGEST, IDS_FILE, MATRIX_SUFFIXES, TENSOR, ids_digest, open_matrix
 from prefill_cli.parquet import FAULTS, group_rows, open_parquet
 from prefill_cli.places import Uri, beside, is_uri, place
 
@@ -117,6 +117,8 @@ def plan_inputs(config: RunConfig) -> InputPlan:
         what, fits = "chat messages (a list of role and content, both text)", _is_messages
     elif config.token_ids_column:
         what, fits = "token ids (a list of integers)", _is_token_ids
+        if config.from_lm_head is not None:
+            what, fits = "an item's token ids (a list of integers, or one)", _is_tokens_of_an_item
     else:
         what, fits = "prompt text", is_text
     types[config.text_column] = _reconcile(files, config.text_column, what, fits)
@@ -308,12 +310,17 @@ def matrix_plan(path: str, config: RunConfig) -> InputPlan:
         raise UsageError(f"--id-column and --vector-column are both {config.id_column!r}")
     if not os.path.isfile(path):  # a pipe would make us wait for a writer
         raise InputError(f"{path}: not a regular file")
-    rows, _ = open_matrix(Path(path), TENSOR, InputError)
+    rows, metadata = open_matrix(Path(path), TENSOR, InputError)
+    if written_with := metadata.get(IDS_FILE):
+        if config.user_ids is None:
+            raise InputError(f"{path}: its ids are in {written_with}, which was written with it; give --user-ids")
+        if metadata.get(IDS_DIGEST) != ids_digest(config.user_ids):
+            raise InputError(f"{config.user_ids}: not the ids that were written with {path}, which are in {written_with}")
     ids = pa.int64() if config.user_ids is None else user_ids(config.user_ids, config.id_column, len(rows)).type
     stat = os.stat(path)
     with open(path, "rb") as file:
         head = hashlib.sha256(file.read(MATRIX_HEAD_BYTES)).hexdigest()
-    schema = pa.schema([(config.id_column, ids), (config.text_column, pa.list_(pa.float32(), rows.shape[1]))])
+    schema = pa.schema([(config.id_column, ids), (config.text_column, pa.list_(pa.float32(), rows.shape[1]))], metadata)
     size = int(rows.shape[0] * rows.shape[1] * rows.dtype.itemsize)
     found = InputFile(path, (len(rows),), schema, stat.st_size, stat.st_mtime_ns, head, size)
     return InputPlan((found,), pa.schema([(config.id_column, ids), (config.text_column, schema.types[1])]), ids, ())
@@ -397,6 +404,10 @@ def _is_id(kind: pa.DataType) -> bool:
 
 def _is_token_ids(kind: pa.DataType) -> bool:
     return is_list(kind) and bool(pa.types.is_integer(kind.value_type) or pa.types.is_null(kind.value_type))
+
+
+def _is_tokens_of_an_item(kind: pa.DataType) -> bool:
+    return _is_token_ids(kind) or bool(pa.types.is_integer(kind))
 
 
 def is_vectors(kind: pa.DataType) -> bool:

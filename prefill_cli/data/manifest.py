@@ -21,6 +21,7 @@ from prefill_cli.data.inputs import InputPlan
 
 FORMAT_VERSION = 1
 MANIFEST, SUCCESS = "_manifest.json", "_SUCCESS"
+FILE_KEY = "prefill-score-manifest"  # of a result that is one file: the same JSON, in its metadata
 PACKAGES = ("torch", "transformers", "tokenizers", "pyarrow", "numpy")
 
 Fingerprint = dict[str, Any]

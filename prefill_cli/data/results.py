@@ -3,9 +3,10 @@
 A part appears under its name only when it is whole and on disk (disk.replacing).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -112,13 +113,16 @@ def group_rows(k: int) -> int:
     return max(1, GROUP_ELEMENTS // k)
 
 
-def _write(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], plain: tuple[str, ...] = ()) -> int:
-    """plain: columns of numbers that hardly repeat, for which a dictionary costs time and saves nothing."""
-    rows = 0
+def parquet_options(schema: pa.Schema, plain: Collection[str]) -> dict[str, Any]:
+    """How parts are written. plain: columns of numbers that hardly repeat: a dictionary costs time and saves nothing."""
     # Parquet names the values of a list by their own path.
     indexed = [f.name + (".list.element" if is_list(f.type) else "") for f in schema if f.name not in plain]
-    options = {"compression": "zstd", "use_dictionary": indexed, "write_page_checksum": True}
-    with replacing(path) as file, pq.ParquetWriter(file, schema, **options) as writer:
+    return {"compression": "zstd", "use_dictionary": indexed, "write_page_checksum": True}
+
+
+def _write(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], plain: tuple[str, ...] = ()) -> int:
+    rows = 0
+    with replacing(path) as file, pq.ParquetWriter(file, schema, **parquet_options(schema, plain)) as writer:
         for table in tables:
             writer.write_table(table, row_group_size=max(1, table.num_rows))
             rows += table.num_rows

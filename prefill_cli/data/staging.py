@@ -38,8 +38,8 @@ OUR_FILES = re.compile(rf"({REJECTS_FOLDER}/)?part-\d{{5,}}\.parquet|{MANIFEST}|
 AT_FDCWD, RENAME_EXCHANGE, RENAME_SWAP = -100, 2, 2
 
 
-def output_folder(config: RunConfig) -> Place:
-    """--output, or `<input stem>.topk` in the current folder for a single input.
+def output_folder(config: RunConfig, suffix: str = ".topk") -> Place:
+    """--output, or `<input stem><suffix>` in the current folder for a single input.
 
     Raises:
         UsageError: several inputs and no output; an output that is or lies in an input, or is the item file.
@@ -50,7 +50,7 @@ def output_folder(config: RunConfig) -> Place:
     elif len(config.inputs) > 1 or (glob.has_magic(first) and not os.path.exists(first)):
         raise UsageError("several inputs need a name for the result: give -o/--output")
     else:
-        out = Path(result_name(place(first)))
+        out = Path(result_name(place(first), suffix))
     options = ("items", "item_ids", "head", "allow", "deny", "cache")
     named = [("the input", place(text)) for text in config.inputs]
     named += [(option(name), value) for name in options if (value := getattr(config, name))]
@@ -239,17 +239,21 @@ class Staging:
         files = {"part_bytes": self.part(shard), "rejects_bytes": self.rejects(shard)}
         return {name: file.stat().st_size if file.exists() else None for name, file in files.items()}
 
+    def _check_done(self, manifest: dict[str, Any]) -> None:
+        """That every shard's files are still what its receipt says."""
+        done = [Shard(int(path.stem), 0, 0) for path in sorted(self._receipts.glob("*.json"))]
+        wrong = [self.part(shard) for shard in done if self.receipt(shard) is None]
+        if wrong or len(done) != manifest["totals"]["shards"]:
+            what = wrong[0] if wrong else self.folder
+            raise OutputError(f"{what}: gone or changed under the run; give the same command again")
+
     def publish(self, manifest: dict[str, Any]) -> None:
         """Complete the result, then exchange it with OUT.
 
         Raises:
             OutputError: somebody removed or changed a part meanwhile, or the exchange failed; what is done is kept.
         """
-        done = [Shard(int(path.stem), 0, 0) for path in sorted(self._receipts.glob("*.json"))]
-        wrong = [self.part(shard) for shard in done if self.receipt(shard) is None]
-        if wrong or len(done) != manifest["totals"]["shards"]:
-            what = wrong[0] if wrong else self.folder
-            raise OutputError(f"{what}: gone or changed under the run; give the same command again")
+        self._check_done(manifest)
         parts = {p.relative_to(self.result).as_posix(): p.stat().st_size for p in sorted(self.result.rglob("*.parquet"))}
         write_json(self.result / MANIFEST, manifest | {"parts": parts})
         with writing(self.out):
@@ -281,6 +285,9 @@ def part_name(shard: Shard) -> str:
 
 
 def refuse_unless(overwrite: bool, what: str, old: Fingerprint, new: Fingerprint) -> None:
+    kinds = [fingerprint.get("result", "lists") for fingerprint in (old, new)]
+    if old and kinds[0] != kinds[1]:  # an --overwrite that a file of options holds was not meant for this
+        raise OutputError(f"{what}, which is {kinds[0]}, and this command makes {kinds[1]}; name another --output")
     if not overwrite:
         raise OutputError(f"{what}; different: {differences(old, new)}. Give --overwrite to replace it")
 

@@ -144,6 +144,9 @@ class PromptTokenizer:
 
     def _ready_made(self, column: pa.Array) -> Tokenized:
         result = Tokenized([None] * len(column))
+        if pa.types.is_integer(column.type):  # one token a row
+            offsets = pa.array(np.arange(len(column) + 1))
+            column = pa.LargeListArray.from_arrays(offsets, column.fill_null(0), mask=column.is_null())
         for i, cell in enumerate(column):
             if not cell.is_valid:
                 result.rejects[i] = Reject("null_prompt", "")

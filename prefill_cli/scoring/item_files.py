@@ -15,7 +15,7 @@ import pyarrow as pa
 from prefill_cli.arrow import is_binary, is_list, is_text, working_type
 from prefill_cli.config import RunConfig
 from prefill_cli.errors import ItemsError, UsageError, first_line, nearest
-from prefill_cli.matrices import MATRIX_SUFFIXES, TENSOR, Rows, open_matrix
+from prefill_cli.matrices import IDS_DIGEST, IDS_FILE, MATRIX_SUFFIXES, TENSOR, Rows, ids_digest, open_matrix
 from prefill_cli.parquet import FAULTS, open_parquet
 from prefill_cli.places import local
 
@@ -102,7 +102,7 @@ def _read_parquet(config: RunConfig, parts: list[str]) -> RawItems:
             tables.append(file.read(columns=names))
         except FAULTS as error:
             raise ItemsError(f"{part}: not readable as Parquet: {first_line(error)}") from None
-        for name, value in _provenance(part, (file.schema_arrow.metadata or {}).get(PROVENANCE_KEY.encode())).items():
+        for name, value in provenance(part, (file.schema_arrow.metadata or {}).get(PROVENANCE_KEY.encode())).items():
             if value not in made_with.setdefault(name, []):
                 made_with[name].append(value)
     ids = _joined([(p, c) for p, t in zip(parts, tables, strict=True) for c in _ids(t[config.item_id_column], p)])
@@ -113,8 +113,8 @@ def _read_parquet(config: RunConfig, parts: list[str]) -> RawItems:
             [_bias(t[config.item_bias_column], config.item_bias_column, p) for p, t in zip(parts, tables, strict=True)]
         )
     # Where parts disagree the value is none of theirs, so that it differs from whatever the run uses.
-    provenance = {name: v[0] if len(v) == 1 else " and ".join(map(str, v)) for name, v in made_with.items()}
-    return RawItems(ids, vectors, _digest(parts), null_rows, bias, provenance)
+    stored = {name: v[0] if len(v) == 1 else " and ".join(map(str, v)) for name, v in made_with.items()}
+    return RawItems(ids, vectors, _digest(parts), null_rows, bias, stored)
 
 
 def _check_once(name: str, columns: list[str], part: str) -> None:
@@ -202,14 +202,19 @@ def _read_matrix(config: RunConfig, path: str) -> RawItems:
         vectors, metadata = open_matrix(Path(path), TENSOR, ItemsError)
     except FileNotFoundError:
         raise ItemsError(f"--items {path}: no such file") from None
-    provenance = _provenance(path, metadata.get(PROVENANCE_KEY))
+    stored = provenance(path, metadata.get(PROVENANCE_KEY))
+    written_with = metadata.get(IDS_FILE)
     if not config.item_ids:
+        if written_with:
+            raise ItemsError(f"{path}: its ids are in {written_with}, which was written with it; give --item-ids")
         numbers = pa.array(np.arange(len(vectors), dtype=np.int64))
-        return RawItems(numbers, vectors, _digest([path]), provenance=provenance, mapped=mapped, numbered=True)
+        return RawItems(numbers, vectors, _digest([path]), provenance=stored, mapped=mapped, numbered=True)
+    if written_with and metadata.get(IDS_DIGEST) != ids_digest(local(config.item_ids)):
+        raise ItemsError(f"{config.item_ids}: not the ids that were written with {path}, which are in {written_with}")
     ids = id_column(local(config.item_ids), config.item_id_column)
     if len(ids) != len(vectors):
         raise ItemsError(f"{config.item_ids} has {len(ids)} ids, but {path} has {len(vectors)} rows")
-    return RawItems(ids, vectors, _digest([path, str(config.item_ids)]), provenance=provenance, mapped=mapped)
+    return RawItems(ids, vectors, _digest([path, str(config.item_ids)]), provenance=stored, mapped=mapped)
 
 
 def id_column(path: Path, name: str) -> pa.Array:
@@ -232,7 +237,12 @@ def id_column(path: Path, name: str) -> pa.Array:
     return _joined([(str(path), chunk) for chunk in _ids(column, str(path))])
 
 
-def _provenance(path: str, stored: bytes | str | None) -> dict[str, Any]:
+def provenance(path: str, stored: bytes | str | None) -> dict[str, Any]:
+    """What a file's metadata says of what made its vectors.
+
+    Raises:
+        ItemsError: it is not JSON.
+    """
     try:
         value = json.loads(stored) if stored else {}
     except (ValueError, RecursionError):

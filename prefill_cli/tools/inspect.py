@@ -149,10 +149,10 @@ def _result(path: Path, config: RunConfig, facts: dict[str, Any]) -> None:
     facts |= {name: totals[name] for name in ("rows", "rows_out", "rejects", "empty_lists", "tokens", "device", "dtype")}
     facts |= {
         "model": stored["model"]["name"],
-        "items": stored["items"]["path"],
-        "top_k": stored["options"]["top_k"],
-        "layout": stored["options"]["layout"],
     }
+    if stored["items"]:
+        options = stored["options"]
+        facts |= {"items": stored["items"]["path"], "top_k": options["top_k"], "layout": options["layout"]}
     if damage := manifest.damage(path, stored):
         raise OutputError(f"{path}: {damage}, so it was changed after it was published; the command that made it mends it")
     parts = sorted(path.glob("part-*.parquet"))

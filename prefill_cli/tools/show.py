@@ -34,6 +34,8 @@ def read_lists(query: UserQuery) -> list[dict[str, Any]]:
     manifest = read_manifest(query.output)
     if manifest is None:
         raise OutputError(f"{query.output}: not the result folder of a run (no readable _manifest.json)")
+    if manifest["items"] is None:
+        raise OutputError(f"{query.output}: holds vectors, made by embed; lists are made of them by run or search")
     options = manifest["options"]
     id_column = options["id_column"]
     lists = _lists(query, id_column, options["layout"])
