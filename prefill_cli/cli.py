@@ -102,7 +102,7 @@ def embed(config: Path | None, **given: Any) -> None:
     folder of parts. What made the vectors stands in the files; run compares it with its own model.
 
     Example: prefill-score embed titles.parquet --id-column item_id --prompt-column title -m ./model
-    -o items.parquet
+    -o title-vectors.parquet
     """
     _run(config, given, "plan_embed", needs=("model",))
 

@@ -29,7 +29,7 @@ MODULES = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
 
 
 class Network(nn.Module):
-    """What a user has trained: `layers` as the README says, saved by one line."""
+    """What a user has trained: `layers` as docs/models.md says, saved by one line."""
 
     def __init__(self, widths, activation="relu", seed=0):
         super().__init__()
@@ -267,9 +267,11 @@ def test_inspect_says_what_a_head_is(tmp_path):
     assert (done.exit_code, "tensors missing: layers.0.bias" in done.stdout) == (4, True)
 
 
-def test_the_readmes_lines_save_a_head_that_is_read():
+def test_the_documents_lines_save_a_head_that_is_read():
     block = next(
-        b for b in re.findall(r"```python\n(.*?)```", (PROJECT / "README.md").read_text(), re.DOTALL) if "layers." in b
+        b
+        for b in re.findall(r"```python\n(.*?)```", (PROJECT / "docs" / "models.md").read_text(), re.DOTALL)
+        if "layers." in b
     )
     network = Network((32, 40, 1))
     exec(textwrap.dedent(block), {"layers": network.layers})

@@ -1,0 +1,116 @@
+"""Every example in the help texts, in README and in docs/ is run, in a folder that holds what the examples name.
+
+docs/nightly.md, whose examples are for schedulers, has tests of its own.
+"""
+
+import re
+import shlex
+import shutil
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import typer
+from conftest import PROJECT
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from prefill_cli import cli
+
+SAMPLE = PROJECT / "sample_data"
+PAGES = [PROJECT / "README.md", *sorted(page for page in (PROJECT / "docs").glob("*.md") if page.name != "nightly.md")]
+COMMANDS = typer.main.get_command(cli.app).commands
+
+
+def call(line: str) -> str:
+    words = shlex.split(line)
+    assert words[0] == "prefill-score"
+    done = CliRunner().invoke(cli.app, words[1:])
+    assert done.exit_code == 0, f"{line}\n{done.output}\n{done.exception}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    """./model and the files that examples read, of 24 sample users."""
+    folder = tmp_path_factory.mktemp("examples")
+    shutil.copytree(SAMPLE / "model", folder / "model")
+    shutil.copy(SAMPLE / "items.parquet", folder)
+    pq.write_table(pq.read_table(SAMPLE / "prompts.parquet").slice(0, 24), folder / "prompts.parquet")
+    items = pq.read_table(SAMPLE / "items.parquet", columns=["item_id", "title"])
+    pq.write_table(items, folder / "titles.parquet")
+    tokens = pa.array([[i, i + 1] for i in range(len(items))])
+    pq.write_table(pa.table({"item_id": items["item_id"], "token_ids": tokens}), folder / "tokens.parquet")
+    save_file(
+        {
+            "layers.0.weight": torch.randn(8, 128), "layers.0.bias": torch.zeros(8),
+            "layers.1.weight": torch.randn(1, 8), "layers.1.bias": torch.zeros(1),
+        },
+        folder / "head.safetensors",
+        {"head": "mlp", "activation": "relu"},
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        call("prefill-score run prompts.parquet -m ./model -i items.parquet -k 50 --exclude-column seen_items "
+             "--keep-columns next_item --cache vectors")  # fmt: skip
+        for name in ("vectors.parquet", "users.parquet"):
+            call(f"prefill-score embed prompts.parquet -m ./model -o {name}")
+    return folder
+
+
+@pytest.fixture
+def here(shelf, tmp_path, monkeypatch):
+    shutil.copytree(shelf, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+
+
+def examples(command: str) -> list[str]:
+    """What stands after "Example:" in a command's help."""
+    paragraphs = (COMMANDS[command].help or "").split("\n\n")
+    return [" ".join(p.split()).removeprefix("Example: ") for p in paragraphs if p.strip().startswith("Example:")]
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_the_example_in_each_commands_help_runs(here, command):
+    lines = examples(command)
+    assert lines, f"the help of {command} ends with an example"
+    for line in lines:
+        assert line.split()[:2] == ["prefill-score", command]
+        call(line)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_on_each_page_run(here, page):
+    text = page.read_text()
+    kinds = set(re.findall(r"^ *```(\w+)$", text, re.MULTILINE))
+    assert kinds <= {"sh", "python", "text", "toml", "mermaid"}, "a block of another kind would not be looked at"
+    for block in re.findall(r"^ *```sh\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            command = re.sub(r"\s+#.*", "", line.strip())
+            if command.startswith("make "):
+                assert f"\n{command.split()[1]}:" in (PROJECT / "Makefile").read_text()
+            elif command.startswith("pip install "):
+                assert re.fullmatch(r"pip install 'prefill-score\[\w+\]'", command)
+            elif command:
+                call(command)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()], ids=lambda page: page.name)
+def test_the_python_on_each_page_runs(here, page):
+    """In order, as someone would paste it who has a model and its item embeddings."""
+    import transformers as tf
+
+    names = {
+        "model": tf.AutoModelForCausalLM.from_pretrained("model"), "tokenizer": tf.AutoTokenizer.from_pretrained("model"),
+        "embeddings": torch.from_numpy(np.random.default_rng(0).standard_normal((20, 64), dtype=np.float32)), "d": 64,
+        "item_ids": [f"t{i:04}" for i in range(20)], "user_ids": [1, 2], "prompts": ["Iron Lagoon", "Paper Cyborg"],
+        "layers": torch.nn.ModuleList([torch.nn.Linear(128, 8), torch.nn.Linear(8, 1)]),
+    }  # fmt: skip
+    for block in re.findall(r"^( *)```python\n(.*?)^ *```", page.read_text(), re.MULTILINE | re.DOTALL):
+        indent, code = block
+        exec(re.sub(rf"^{indent}", "", code, flags=re.MULTILINE), names)
+    if page.name == "models.md":
+        call("prefill-score run chats.parquet --messages-column messages -m model -i items.parquet --score mlp "
+             "--head head.safetensors -o pasted")  # fmt: skip
