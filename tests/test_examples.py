@@ -81,36 +81,37 @@ def test_the_example_in_each_commands_help_runs(here, command):
         call(line)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_commands_on_each_page_run(here, page):
-    text = page.read_text()
-    kinds = set(re.findall(r"^ *```(\w+)$", text, re.MULTILINE))
-    assert kinds <= {"sh", "python", "text", "toml", "mermaid"}, "a block of another kind would not be looked at"
-    for block in re.findall(r"^ *```sh\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
-        for line in block.replace("\\\n", " ").splitlines():
-            command = re.sub(r"\s+#.*", "", line.strip())
-            if command.startswith("make "):
-                assert f"\n{command.split()[1]}:" in (PROJECT / "Makefile").read_text()
-            elif command.startswith("pip install "):
-                assert re.fullmatch(r"pip install 'prefill-score\[\w+\]'", command)
-            elif command:
-                call(command)
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()], ids=lambda page: page.name)
-def test_the_python_on_each_page_runs(here, page):
-    """In order, as someone would paste it who has a model and its item embeddings."""
+def names_of_training_code() -> dict:
+    """What somebody has who has trained a model and its item embeddings."""
     import transformers as tf
 
-    names = {
+    return {
         "model": tf.AutoModelForCausalLM.from_pretrained("model"), "tokenizer": tf.AutoTokenizer.from_pretrained("model"),
         "embeddings": torch.from_numpy(np.random.default_rng(0).standard_normal((20, 64), dtype=np.float32)), "d": 64,
         "item_ids": [f"t{i:04}" for i in range(20)], "user_ids": [1, 2], "prompts": ["Iron Lagoon", "Paper Cyborg"],
         "layers": torch.nn.ModuleList([torch.nn.Linear(128, 8), torch.nn.Linear(8, 1)]),
     }  # fmt: skip
-    for block in re.findall(r"^( *)```python\n(.*?)^ *```", page.read_text(), re.MULTILINE | re.DOTALL):
-        indent, code = block
-        exec(re.sub(rf"^{indent}", "", code, flags=re.MULTILINE), names)
-    if page.name == "models.md":
-        call("prefill-score run chats.parquet --messages-column messages -m model -i items.parquet --score mlp "
-             "--head head.safetensors -o pasted")  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_each_page_shows_runs_from_top_to_bottom(here, page):
+    text = page.read_text()
+    names = names_of_training_code()
+    for indent, kind, block in re.findall(r"^( *)```(\w+)\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
+        code = re.sub(rf"^{indent}", "", block, flags=re.MULTILINE)
+        if kind == "python":
+            exec(code, names)
+        elif kind == "sh":
+            for line in code.replace("\\\n", " ").splitlines():
+                do(re.sub(r"\s+#.*", "", line.strip()))
+        else:
+            assert kind in ("text", "toml", "mermaid"), "a block of another kind would not be looked at"
+
+
+def do(line: str) -> None:
+    if line.startswith("make "):
+        assert f"\n{line.split()[1]}:" in (PROJECT / "Makefile").read_text()
+    elif line.startswith("pip install "):
+        assert re.fullmatch(r"pip install 'prefill-score\[\w+\]'", line)
+    elif line:
+        call(line)
