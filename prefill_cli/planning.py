@@ -16,15 +16,15 @@ from prefill_cli.data import manifest, results
 from prefill_cli.data.cache import seen_segments
 from prefill_cli.data.file_staging import FileStaging, is_one_file
 from prefill_cli.data.inputs import InputPlan, plan_inputs
-from prefill_cli.data.remote_staging import RemoteStaging
+from prefill_cli.data.remote_staging import RemoteStaging, published_in
 from prefill_cli.data.staging import Staging, output_folder
 from prefill_cli.data.tokenization import PromptTokenizer, load_tokenizer
 from prefill_cli.data.vectors import VectorReader, width_of_vectors
 from prefill_cli.encoding.budget import auto_batch_tokens
 from prefill_cli.encoding.loading import ModelFolder, choose_device, choose_dtype, open_model_folder
-from prefill_cli.errors import InputError, ItemsError, ModelError, OutputError, UsageError, os_errors_as
+from prefill_cli.errors import InputError, ItemsError, ModelError, OutputError, PrefillScoreError, UsageError, os_errors_as
 from prefill_cli.job import COMPILE_FROM, Job, Scoring, pays, pays_to_compile_search, vector_space
-from prefill_cli.places import Place, is_uri, local
+from prefill_cli.places import Place, is_uri, local, place
 from prefill_cli.scoring.filters import ItemIndex
 from prefill_cli.scoring.heads import Head, PairHead, load_head
 from prefill_cli.scoring.item_files import PROVENANCE_KEY, provenance
@@ -191,7 +191,16 @@ def _places(config: RunConfig, suffix: str) -> tuple[Place, InputPlan]:
     with os_errors_as(OutputError, "--output"):
         out = output_folder(config, suffix)
     with os_errors_as(InputError, "input"):
-        return out, plan_inputs(config)
+        read = [_published(place(text), InputError) if "://" in text else text for text in config.inputs]
+        return out, plan_inputs(replace(config, inputs=tuple(map(str, read))))
+
+
+def _published(where: Place, kind: type[PrefillScoreError]) -> Place:
+    """A place that may be a result elsewhere, of embed, as readers find it."""
+    if not is_uri(where):
+        return where
+    with storage.reaching(where, kind):
+        return published_in(where)
 
 
 def staging_of(out: Place, *, with_files: bool = False) -> Staging | RemoteStaging:
@@ -205,7 +214,9 @@ def staging_of(out: Place, *, with_files: bool = False) -> Staging | RemoteStagi
 
 def _scoring(config: RunConfig, plan: InputPlan, user_width: int | None) -> tuple[Scoring, dict[str, str | None]]:
     """What users are scored against, and digests of it. user_width: None where the input has no vector."""
-    fetched: dict[str, Any] = {name: storage.fetch(getattr(config, name), ItemsError) for name in FETCHED}
+    named = {name: getattr(config, name) for name in FETCHED}
+    named["items"] = _published(named["items"], ItemsError)
+    fetched: dict[str, Any] = {name: storage.fetch(where, ItemsError) for name, where in named.items()}
     here = replace(config, **fetched)
     with os_errors_as(ItemsError, "--items"), storage.naming_origins():
         head, items = _head_and_items(here, user_width)

@@ -104,6 +104,23 @@ def test_everything_elsewhere_gives_the_bytes_of_everything_here(job, bucket, tm
     assert other["cached_rows"] == 30
 
 
+def test_vectors_elsewhere_are_what_run_and_search_are_given_by_their_folders_name(job, bucket, tmp_path):
+    names = pa.table({"user_id": [f"t{i}" for i in range(30)], "prompt": job.prompts})
+    pq.write_table(names, tmp_path / "titles.parquet")
+    items, users = Uri(f"{bucket}/items"), Uri(f"{bucket}/users")
+    for inputs, output in ((tmp_path / "titles.parquet", items), (job.inputs, users)):
+        config = job.config(inputs=(str(inputs),), items=None, output=output, shard_rows=7)
+        pipeline.run(config, run_shards, Watcher(), pipeline.plan_embed)
+    table = pq.read_table(tmp_path / "titles.parquet")
+    embed = job.config(inputs=(str(tmp_path / "titles.parquet"),), items=None, output=tmp_path / "items")
+    pipeline.run(embed, run_shards, Watcher(), pipeline.plan_embed)
+    assert table["user_id"].to_pylist() == pq.read_table(tmp_path / "items")["user_id"].to_pylist()
+    job.run(items=tmp_path / "items", item_id_column="user_id", strict_provenance=True)
+    far = job.config(inputs=(users,), items=items, item_id_column="user_id", output=tmp_path / "far", strict_provenance=True)
+    pipeline.run(far, run_shards, Watcher(), pipeline.plan_search)
+    assert parts(tmp_path / "far") == parts(job.out)
+
+
 def test_the_manifest_and_rejects_name_the_places_elsewhere(job, bucket, tmp_path):
     uri = put(Uri(f"{bucket}/p.parquet"), write_prompts(tmp_path / "p.parquet", [*random_prompts(5), None]))
     items = put(Uri(f"{bucket}/items.parquet"), job.items)

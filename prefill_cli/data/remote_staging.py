@@ -29,7 +29,7 @@ from prefill_cli.data.manifest import MANIFEST, SUCCESS, Fingerprint, is_manifes
 from prefill_cli.data.results import REJECTS_FOLDER
 from prefill_cli.data.staging import Receipt, part_name, refuse_unless
 from prefill_cli.errors import OutputError
-from prefill_cli.places import Uri, beside
+from prefill_cli.places import Place, Uri, beside, is_uri
 
 log = logging.getLogger(__name__)
 RUNS, CURRENT, RUN, RECEIPTS = "_runs", "_CURRENT", "_run.json", "_receipts"
@@ -57,6 +57,14 @@ def current_run(out: Uri) -> str | None:
         if found == pointer_to(run_id):
             return run_id
     raise OutputError(f"{beside(out, CURRENT)}: not a pointer that prefill-score wrote; name another --output")
+
+
+def published_in(where: Place) -> Place:
+    """The run folder that readers of a result elsewhere take; any other place is itself."""
+    if not is_uri(where) or storage.is_file(where):
+        return where
+    run_id = None if "*" in where else current_run(where)
+    return where if run_id is None else beside(where, RUNS, run_id)
 
 
 class RemoteStaging:
