@@ -26,7 +26,7 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401
 from transformers import AutoModel, AutoTokenizer  # noqa: F401
 
-from prefill_cli import cli, outcome, pipeline, summary  # noqa: F401
+from prefill_cli import cli, outcome, pipeline, signals, summary  # noqa: F401
 from prefill_cli.data import cache, disk, locks, prompts, staging, tokenization
 from prefill_cli.encoding import choice, prefill  # noqa: F401
 from prefill_cli.engines import local  # noqa: F401
@@ -94,7 +94,7 @@ def child(order: dict, folder: Path) -> None:
     if order.get("without_exchange"):
         staging.exchange = lambda *_: False
     sys.argv = ["prefill-score", *order["argv"]]
-    cli._leave = sys.exit  # what the server registered for its own end is not this process's to do
+    signals.leave = sys.exit  # what the server registered for its own end is not this process's to do
     code = 0
     try:
         cli.main()

@@ -7,12 +7,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from conftest import random_prompts, write_prompts
 from crash_server import STEPS
 
 from prefill_cli.data.cache import open_segment
 from prefill_cli.data.manifest import is_finished
+from prefill_cli.errors import ItemsError
+from prefill_cli.matrices import IDS_DIGEST, TENSOR, ids_digest, open_matrix
 
 KILLED = -signal.SIGKILL
 # Steps that a run without one of these does not have.
@@ -144,3 +147,50 @@ def test_kills_at_random_moments_one_after_another(server, night, thorough):
             reset(night)
     assert server.run(night.argv)["status"] == 0
     check_after_the_end(night)
+
+
+def ids_and_vectors(out: Path) -> dict[int, bytes] | None:
+    """Id → vector of a matrix and its ids, as someone reads them who heeds the digest; None where it is not right."""
+    ids = out.with_suffix(".ids.parquet")
+    rows, metadata = open_matrix(out, TENSOR, ItemsError)
+    if metadata[IDS_DIGEST] != ids_digest(ids):
+        return None
+    return {i: row.tobytes() for i, row in zip(pq.read_table(ids)["user_id"].to_pylist(), rows, strict=True)}
+
+
+def test_a_kill_while_one_file_is_made_leaves_the_old_one_or_the_new(server, job, tmp_path, thorough):
+    """embed into a matrix and a file of its ids: each rename, the joining, the publication, the removal of leftovers."""
+    place, before = tmp_path / "place", tmp_path / "before"
+    before.mkdir()
+    write_prompts(tmp_path / "today.parquet", [*job.prompts[5:], None])
+
+    def line(inputs: Path) -> list[str]:
+        return [str(word) for word in ("embed", inputs, "-m", job.model, "--device", "cpu", "--dtype", "float32", "--quiet",
+                "--shard-rows", 9, "--max-rejects", 1, "--overwrite", "-o", place / "v.safetensors")]  # fmt: skip
+
+    def begin() -> None:
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(before, place)
+
+    begin()
+    assert server.run(line(job.inputs))["status"] == 0
+    old = ids_and_vectors(place / "v.safetensors")
+    shutil.copytree(place, before, dirs_exist_ok=True)
+    counted = server.run(line(tmp_path / "today.parquet"))
+    new = ids_and_vectors(place / "v.safetensors")
+    assert (counted["status"], len(old), len(new)) == (0, 30, 25)
+    at_the_end = {path.name for path in place.iterdir()}
+    assert at_the_end == {"v.safetensors", "v.ids.parquet", "v.rejects.parquet"}
+    kills = 0
+    for step in ("rename", "write", "remove", "fsync"):
+        calls = counted["calls"][step]
+        for call in range(1, calls + 1) if thorough else sorted({calls, calls - 1}):
+            begin()
+            when = WHEN[call % 2]
+            assert server.run(line(tmp_path / "today.parquet"), step=step, call=call, when=when)["status"] == KILLED
+            kills += 1
+            assert ids_and_vectors(place / "v.safetensors") in (old, new, None)
+            assert server.run(line(tmp_path / "today.parquet"))["status"] == 0
+            assert ids_and_vectors(place / "v.safetensors") == new
+            assert {path.name for path in place.iterdir()} == at_the_end
+    assert kills >= 6
