@@ -175,6 +175,62 @@ def show(
         console.print_lists(read_lists(query), json)
 
 
+@app.command(cls=SectionedHelp, short_help="Say how good lists are, and how two runs differ.")
+def evaluate(
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", readable=False, help="The result folder of a run.")],
+    truth: Annotated[
+        Text, typer.Option("--truth", metavar="COLUMN", help="Column with the user's held-out item id or ids.")
+    ] = None,
+    truth_file: Annotated[
+        Text,
+        typer.Option(
+            "--truth-file",
+            metavar="FILE",
+            help="Parquet with that column and the ids.",
+            show_default="output, else the run's input",
+        ),
+    ] = None,
+    top_k: Annotated[
+        Text,
+        typer.Option(
+            "--top-k", "-k", metavar="K,K", help="Lists are judged by their first k.", show_default="1,5,10,20,50,100"
+        ),
+    ] = None,
+    by: Annotated[
+        Text, typer.Option("--by", metavar="COLUMN", help="The same for each value of a column beside --truth.")
+    ] = None,
+    history_column: Annotated[
+        Text,
+        typer.Option(
+            "--history-column", help="Input column whose items are popular.", show_default="the run's exclude column"
+        ),
+    ] = None,
+    against: Annotated[
+        File, typer.Option("--against", metavar="OTHER", readable=False, help="Another result: how much do lists differ?")
+    ] = None,
+    rbo_p: Annotated[float, typer.Option("--rbo-p", help="Persistence of rank-biased overlap.")] = 0.9,
+    bootstrap: Annotated[int, typer.Option("--bootstrap", min=0, help="Replicates for 95 % intervals; 0: none.")] = 1_000,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the replicates.")] = 0,
+    json: Json = False,
+) -> None:
+    """Hold a run's lists to items that users took later, beside the list of the most popular items; or to another run.
+
+    docs/evaluate.md defines every figure.
+
+    Example: prefill-score evaluate prompts.topk --truth next_item
+    """
+    with exits():
+        console.listen()
+        if top_k is not None and not re.fullmatch(r"\d{1,9}(,\d{1,9})*", top_k):
+            raise UsageError(f"--top-k must be numbers like 1,10,100, not {top_k!r}")
+        from prefill_cli.tools.bootstrap import Bootstrap
+        from prefill_cli.tools.evaluate import Question, judge
+
+        ks, replicates = tuple(map(int, top_k.split(","))) if top_k else (), Bootstrap(bootstrap, seed)
+        asked = Question(output, truth, truth_file, ks, by, history_column, against, rbo_p, replicates)
+        console.print_evaluated(judge(asked), json)
+
+
 @app.command(cls=SectionedHelp, short_help="Say what a file or folder is, and what is wrong with it.")
 def inspect(
     paths: Annotated[

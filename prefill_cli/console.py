@@ -336,6 +336,80 @@ def print_verified(found: dict[str, Any], as_json: bool) -> None:
     )
 
 
+def print_evaluated(found: dict[str, Any], as_json: bool) -> None:
+    """What `evaluate` found: tables on a terminal, one JSON object otherwise."""
+    if as_json or not on_terminal(sys.stdout):
+        give(json.dumps(found, ensure_ascii=False, default=str))
+        return
+    truth, against = found["truth"], found["against"]
+    facts = {
+        "output": found["output"],
+        "lists": f"{found['lists']:,} ({found['empty_lists']:,} empty) of {found['items']:,} items",
+    }
+    if truth:
+        counts = ("without_list", "without_truth", "not_in_run", "unknown")
+        left = [f"{truth[name]:,} {name.replace('_', ' ')}" for name in counts if truth[name]]
+        facts["truth"] = f"{truth['column']} in {truth['source']}: " + ", ".join([f"{truth['users']:,} users", *left])
+    print_table(list(facts.items()))
+    _print_figures("", found)
+    for segment in found["segments"] or ():
+        users = "" if segment["users"] is None else f", {segment['users']:,} users"
+        _print_figures(f"{found['by']} {segment['value']}{users}", segment)
+    if against:
+        _print_against(against)
+
+
+def _print_figures(title: str, found: dict[str, Any]) -> None:
+    """Metrics with half the width of their intervals, then the catalogue's figures; the baseline's stand below each."""
+    from rich.table import Table
+
+    ways = [("", found)] + ([("baseline", found["popularity_baseline"])] if found["popularity_baseline"] else [])
+    for kind in ("metrics", "catalogue"):
+        if not found[kind]:
+            continue
+        table = Table(box=None, pad_edge=False)
+        table.add_column(title, no_wrap=True)
+        for k in next(iter(found[kind].values())):
+            table.add_column(f"@{k}", justify="right")
+        for name in found[kind]:
+            for way, figures in ways:
+                if figures[kind]:
+                    shown = figures[kind][name].values()
+                    table.add_row(name.replace("_", " ") if not way else f"  {way}", *map(_figure, shown))
+        give("")
+        rich_console().print(table)
+
+
+def _figure(value: Any) -> str:
+    if value is None:
+        return "-"
+    if not isinstance(value, dict):
+        return f"{value:.4f}"
+    half = f" ±{(value['high'] - value['low']) / 2:.4f}" if "low" in value else ""
+    return f"{value['mean']:.4f}{half}"
+
+
+def _print_against(against: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    give("")
+    only = f"{against['only_in_output']:,} only in the first, {against['only_in_other']:,} only in the other"
+    rows = [("against", against["other"]), ("users", f"{against['users']:,} in both, {only}")]
+    if against["users"]:
+        rows += [("unchanged", f"{against['unchanged']:.2%}"), (f"rbo, p = {against['rbo_p']}", f"{against['rbo']:.4f}")]
+    print_table(rows)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for k in against["overlap"]:
+        table.add_column(f"@{k}", justify="right")
+    for name in ("overlap", "jaccard"):
+        table.add_row(name, *map(_figure, against[name].values()))
+    for name, values in (against["difference"] or {}).items():
+        table.add_row(f"{name.replace('_', ' ')}, change", *map(_figure, values.values()))
+    give("")
+    rich_console().print(table)
+
+
 def last_words(message: str) -> None:
     """An error's line on stderr from a process that ends now and waits for nobody, not for a lock and not for a reader."""
     handlers = logging.getLogger("prefill_cli").handlers
