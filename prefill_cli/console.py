@@ -15,6 +15,7 @@ from prefill_cli.errors import OutputError
 
 LINE_EVERY_SEC = 30.0
 LAST_WORDS_SEC = 0.5
+BAR_COLUMNS, BARS_FROM_COLUMNS = 10, 60  # how long a full bar is, and how wide a terminal must be for any
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]+")  # names of files may hold them, a line of a log may not
 SUMMARY = (  # what a person wants to see first, and how
     ("status", "{}"), ("output", "{}"), ("rows", "{:,}"), ("rows_out", "{:,}"), ("rejects", "{:,}"), ("tokens", "{:,}"),
@@ -187,30 +188,55 @@ def print_error(message: str, log_format: str = "text") -> None:
 
 
 def print_lists(users: list[dict[str, Any]], as_json: bool) -> None:
-    """What `show` found: a user's history and list."""
+    """What `show` found: a user's history and list. On a terminal that has room, with bars.
+
+    A bar says where a score stands between the list's last one (empty) and its best (full), whatever their signs.
+    """
     if as_json:
         give(json.dumps(users, ensure_ascii=False, default=str))
         return
     from rich.table import Table
 
     out = rich_console()
+    bars = on_terminal(sys.stdout) and out.width >= BARS_FROM_COLUMNS
     for user in users:
         out.print(f"{user['id_column']} {user['id']}", style="bold")
         if user["history"] is not None:
             seen = ", ".join(user["history"][-8:]) or "nothing"
             more = len(user["history"]) - 8
-            out.print(f"history: {f'… {more} earlier, ' if more > 0 else ''}{seen}")
+            out.print(CONTROL.sub(" ", f"history: {f'… {more} earlier, ' if more > 0 else ''}{seen}"))
         table = Table(box=None, pad_edge=False)
-        for name in ("rank", "score"):
-            table.add_column(name, justify="right")
+        table.add_column("rank", justify="right", style="dim" if bars else None)
+        table.add_column("score", justify="right")
+        if bars:
+            table.add_column(style="cyan", no_wrap=True)
         columns = list(user["items"][0])[2:] if user["items"] else []
         for name in columns:
             table.add_column(name, overflow="fold")
         for item in user["items"]:
-            texts = ("" if item[name] is None else str(item[name]) for name in columns)
-            table.add_row(str(item["rank"]), f"{item['score']:.4f}", *texts)
+            texts = (CONTROL.sub(" ", "" if item[name] is None else str(item[name])) for name in columns)
+            span = user["items"][0]["score"] - user["least_score"]
+            full = (item["score"] - user["least_score"]) / span if span else 1.0
+            drawn = (bar(full, out.options.ascii_only),) if bars else ()
+            table.add_row(str(item["rank"]), f"{item['score']:.4f}", *drawn, *texts)
         out.print(table if user["items"] else "an empty list")
         out.print()
+
+
+def bar(full: float, ascii_only: bool) -> str:
+    """A bar, from empty at 0 to BAR_COLUMNS at 1; in eighths of a column where there are characters for them."""
+    if ascii_only:
+        return "#" * round(full * BAR_COLUMNS)
+    whole, eighths = divmod(round(full * BAR_COLUMNS * 8), 8)
+    return "█" * whole + " ▏▎▍▌▋▊▉"[eighths].strip()
+
+
+def print_report(written: dict[str, Any], as_json: bool) -> None:
+    """Where `report` wrote its page."""
+    if as_json or not on_terminal(sys.stdout):
+        give(json.dumps(written, ensure_ascii=False))
+        return
+    print_table([("report", written["report"]), ("size", f"{written['bytes'] / 1e3:,.0f} kB")])
 
 
 def print_findings(findings: list[Any], as_json: bool) -> None:

@@ -1,9 +1,11 @@
 """What a person sees of a result: lists with titles, histories, and errors in the result's own words."""
 
 import datetime
+import io
 import json
 import re
 import shutil
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +14,7 @@ import pytest
 from conftest import HIDDEN, random_prompts, write_prompts
 from typer.testing import CliRunner
 
-from prefill_cli import cli
+from prefill_cli import cli, console
 from prefill_cli.data.manifest import MANIFEST
 
 
@@ -264,3 +266,96 @@ def test_parts_that_are_not_there_any_more_are_an_error_of_the_output(night, har
     result = show(night.out)
     assert (result.exit_code, result.stdout) == (6, "")
     assert re.fullmatch(r"error: .*out.*\n", result.stderr)
+
+
+# --- on a terminal ----------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def __init__(self, encoding: str = "utf-8") -> None:
+        super().__init__()
+        self._encoding = encoding
+
+    @property
+    def encoding(self) -> str:
+        return self._encoding
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def seen_on(monkeypatch):
+    """What console.print_lists puts on a terminal with these variables."""
+
+    def see(users, stdout=None, **variables) -> str:
+        for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "TTY_COMPATIBLE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in ({"TERM": "xterm-256color", "COLUMNS": "100"} | variables).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "stdout", stdout or Terminal())
+        console.print_lists(users, as_json=False)
+        return sys.stdout.getvalue()
+
+    return see
+
+
+def user_with(*scores: float, title: str = "T") -> dict:
+    items = [{"rank": i + 1, "score": s, "item_id": f"i{i}", "title": title} for i, s in enumerate(scores)]
+    return {"id_column": "user_id", "id": 1, "history": None, "least_score": scores[-1], "items": items}
+
+
+def bars_in(text: str) -> list[str]:
+    plain = re.sub(r"\x1b\[[\d;]*m", "", text)
+    return [line[:10].rstrip() for line in re.findall(r"^ +\d+ +-?\d+\.\d{4}  (.*)$", plain, re.M)]
+
+
+@pytest.mark.parametrize("shift", [0, -4, -20])
+def test_a_bar_says_where_a_score_stands_between_the_last_and_the_best_whatever_their_signs(seen_on, shift):
+    user = user_with(*(score + shift for score in (8.0, 6.0, 4.5, 0.0)))
+    assert bars_in(seen_on([user])) == ["█" * 10, "█" * 7 + "▌", "█" * 5 + "▋", ""]
+
+
+def test_bars_measure_by_the_whole_list_though_its_end_is_not_shown(night, seen_on):
+    users = lists(night.out, "--top", 3, "--users", 8)
+    table = pq.read_table(night.out).to_pylist()
+    assert [user["least_score"] for user in users] == pytest.approx([row["scores"][-1] for row in table])
+    drawn = bars_in(seen_on(users))
+    for i, row in enumerate(table):
+        best, *_, last = row["scores"]
+        for bar, score in zip(drawn[3 * i : 3 * i + 3], row["scores"][:3], strict=True):
+            eighths = 8 * bar.count("█") + sum(" ▏▎▍▌▋▊▉".index(c) for c in bar.replace("█", ""))
+            assert eighths == round(80 * (score - last) / (best - last))
+
+
+def test_one_item_and_equal_scores_have_full_bars_and_an_empty_list_has_none(seen_on):
+    assert bars_in(seen_on([user_with(-3.0), user_with(2.0, 2.0)])) == ["█" * 10] * 3
+    empty = user_with(1.0) | {"items": [], "least_score": None}
+    assert "an empty list" in seen_on([empty])
+
+
+def test_colours_go_where_they_are_not_wanted_and_bars_stay(seen_on):
+    coloured, plain = seen_on([user_with(2, 1, 0)]), seen_on([user_with(2, 1, 0)], NO_COLOR="1")
+    assert re.search(r"\x1b\[36m", coloured)
+    assert not re.search(r"\x1b\[[39]\d", plain)
+    assert bars_in(plain) == bars_in(coloured) == ["█" * 10, "█" * 5, ""]
+
+
+def test_where_blocks_cannot_be_written_bars_are_ascii(seen_on):
+    text = seen_on([user_with(2, 1, 0)], Terminal("ascii"))
+    assert bars_in(text) == ["#" * 10, "#" * 5, ""]
+    assert text.isascii()
+
+
+@pytest.mark.parametrize("where", ["dumb", "narrow", "pipe"])
+def test_a_pipe_a_dumb_terminal_and_a_narrow_one_have_no_bars(seen_on, where):
+    variables = {"dumb": {"TERM": "dumb"}, "narrow": {"COLUMNS": "50"}, "pipe": {}}[where]
+    text = seen_on([user_with(2, 1, 0)], io.StringIO() if where == "pipe" else None, **variables)
+    assert not re.search("[█#]", text)
+    assert re.search(r"^ *1 +2\.0000 +i0 +T *$", re.sub(r"\x1b\[[\d;]*m", "", text), re.M)
+    assert ("\x1b" in text) is (where == "narrow")
+
+
+def test_control_characters_of_a_title_do_not_reach_a_terminal(seen_on):
+    users = [user_with(1.0, title="a\x1b[31mb\x07\r\n\x9bc") | {"history": ["x\x1b]0;y\x07"]}]
+    assert set(re.findall("[\x00-\x1f\x7f-\x9f]", re.sub(r"\x1b\[[\d;]*m", "", seen_on(users, NO_COLOR="1")))) == {"\n"}

@@ -6,10 +6,11 @@ from typing import Any
 
 import polars as pl
 
-from prefill_cli.data.inputs import find_files, natural
+from prefill_cli.data.inputs import natural
 from prefill_cli.data.manifest import read_manifest
-from prefill_cli.errors import InputError, ItemsError, OutputError, nearest
+from prefill_cli.errors import InputError, OutputError, nearest
 from prefill_cli.tools.tables import reading, scan, schema_of
+from prefill_cli.tools.titles import item_texts
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class UserQuery:
 
 
 def read_lists(query: UserQuery) -> list[dict[str, Any]]:
-    """One entry a user: id_column, id, history (titles, oldest first, or None), items (rank, score, id and texts).
+    """One entry a user: id_column, id, history (titles, oldest first, or None), least_score (of the whole list), items
+    (rank, score, id and texts; those that were asked for).
 
     Raises:
         OutputError: not a result of ours. InputError, ItemsError: no such user, file or column.
@@ -39,7 +41,7 @@ def read_lists(query: UserQuery) -> list[dict[str, Any]]:
     options = manifest["options"]
     id_column = options["id_column"]
     lists = _lists(query, id_column, options["layout"])
-    texts = _item_texts(query, options)
+    texts = item_texts(query.items, query.title_column, options)
     histories = _histories(query, manifest, lists[id_column])
     shown = []
     for row in lists.iter_rows(named=True):
@@ -49,7 +51,9 @@ def read_lists(query: UserQuery) -> list[dict[str, Any]]:
             for rank, (item, score) in enumerate(zip(row["item_ids"], row["scores"], strict=True), start=1)
         ]
         titles = None if history is None else [next(iter(texts.get(i, {}).values()), None) or str(i) for i in history]
-        shown.append({"id_column": id_column, "id": row[id_column], "history": titles, "items": items[: query.top]})
+        least = items[-1]["score"] if items else None
+        user = {"id_column": id_column, "id": row[id_column], "history": titles, "least_score": least}
+        shown.append(user | {"items": items[: query.top]})
     return shown
 
 
@@ -83,25 +87,6 @@ def _user_ids(users: tuple[str, ...], kind: pl.DataType) -> pl.Series:
         raise InputError(f"--user {', '.join(users)}: user ids of this result are {kind}") from None
 
 
-def _item_texts(query: UserQuery, options: dict[str, Any]) -> dict[Any, dict[str, Any]]:
-    """Item id → its text columns, the title first; empty where the item file is gone or has none."""
-    path = query.items or Path(options["items"])
-    if path.suffix in (".npy", ".safetensors") or (not query.items and not _is_there(path)):
-        return {}
-    item_id, title = options["item_id_column"], query.title_column or "title"
-    with reading(path, ItemsError):
-        items = scan(find_files([str(path)]))
-        schema = items.collect_schema()
-        if item_id not in schema:
-            raise ItemsError(f"{path}: no column {item_id!r}{nearest(item_id, schema)}")
-        texts = [name for name, kind in schema.items() if kind == pl.String and name != item_id]
-        if query.title_column and title not in texts:
-            raise ItemsError(f"{path}: no text column {title!r}{nearest(title, texts)}")
-        texts.sort(key=lambda name: name != title)
-        table = items.select(item_id, *texts[:3]).collect()
-    return {row.pop(item_id): row for row in table.to_dicts()}
-
-
 def _histories(query: UserQuery, manifest: dict[str, Any], ids: pl.Series) -> dict[Any, list[Any]]:
     """User id → the input's list of item ids; empty where the inputs are gone or have no such column."""
     column = query.history_column or manifest["options"]["exclude_column"]
@@ -117,10 +102,3 @@ def _histories(query: UserQuery, manifest: dict[str, Any], ids: pl.Series) -> di
         user = pl.col(ids.name).cast(ids.dtype)  # the result has one type for what may differ from file to file
         rows = scan(files, user, column).filter(user.is_in(ids.implode())).collect(engine="streaming")
     return {user: history or [] for user, history in rows.iter_rows()}
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        return bool(find_files([str(path)]))
-    except InputError:
-        return False
