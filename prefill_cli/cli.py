@@ -166,6 +166,8 @@ def show(
 ) -> None:
     """Show what some users took and what a run lists for them.
 
+    On a terminal bars say where a score stands between its list's last (no bar) and its best.
+
     Example: prefill-score show prompts.topk --user 100003
     """
     with exits():
@@ -229,6 +231,38 @@ def evaluate(
         ks, replicates = tuple(map(int, top_k.split(","))) if top_k else (), Bootstrap(bootstrap, seed)
         asked = Question(output, truth, truth_file, ks, by, history_column, against, rbo_p, replicates)
         console.print_evaluated(judge(asked), json)
+
+
+@app.command(cls=SectionedHelp, short_help="Write a page with plots about a result.")
+def report(
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", readable=False, help="The result folder of a run.")],
+    file: Annotated[
+        File, typer.Option("--output", "-o", readable=False, help="The page.", show_default="<OUTPUT's name>.html")
+    ] = None,
+    against: Annotated[
+        File, typer.Option("--against", metavar="OTHER", readable=False, help="Another result to compare with.")
+    ] = None,
+    items: Annotated[
+        File, typer.Option("--items", "-i", readable=False, help="Item file with titles.", show_default="the run's")
+    ] = None,
+    title_column: Annotated[Text, typer.Option("--title-column", help="Column with titles.", show_default="title")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is no report.")] = False,
+    json: Json = False,
+) -> None:
+    """Write one HTML page about a result: lengths, throughput, time, scores, coverage, items, rejects.
+
+    The page needs no network and no scripts. A report that is there already is replaced.
+
+    Needs one more package: pip install 'prefill-score[report]'.
+
+    Example: prefill-score report prompts.topk
+    """
+    with exits():
+        console.listen()
+        from prefill_cli.tools.report import ReportQuery, write_report
+
+        query = ReportQuery(output, file, against, items, title_column, overwrite)
+        console.print_report(write_report(query), json)
 
 
 @app.command(cls=SectionedHelp, short_help="Say what a file or folder is, and what is wrong with it.")

@@ -5,6 +5,9 @@ exception leaves a function that is declared to throw none. Reading goes another
 row groups as wholes and never for a column of one.
 """
 
+import os
+import re
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -19,6 +22,8 @@ def open_parquet(source: Any, **options: Any) -> pq.ParquetFile:
     Raises:
         One of FAULTS.
     """
+    if isinstance(source, str | Path) and re.search("[\udc80-\udcff]", str(source)):
+        source = pa.OSFile(os.fsencode(source))  # a name that is no text, which pyarrow takes for one
     file = pq.ParquetFile(source, page_checksum_verification=True, **options)
     _ = file.schema_arrow.names  # decoded here for the first time
     rows = group_rows(file.metadata)

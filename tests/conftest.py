@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from browser import CHROMIUM
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -41,10 +42,11 @@ def thorough(request: pytest.FixtureRequest) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that need a GPU are not collected where there is none."""
-    if not torch.cuda.is_available():
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("cuda")])
-        items[:] = [item for item in items if not item.get_closest_marker("cuda")]
+    """Tests that need a GPU or a browser are not collected where there is none."""
+    for mark, there in {"cuda": torch.cuda.is_available(), "browser": CHROMIUM is not None}.items():
+        if not there:
+            config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(mark)])
+            items[:] = [item for item in items if not item.get_closest_marker(mark)]
 
 
 @pytest.fixture(autouse=True)

@@ -55,6 +55,7 @@ def shelf(tmp_path_factory):
         patch.chdir(folder)
         call("prefill-score run prompts.parquet -m ./model -i items.parquet -k 50 --exclude-column seen_items "
              "--keep-columns next_item --cache vectors")  # fmt: skip
+        shutil.copytree("prompts.topk", "yesterday.topk")
         for name in ("vectors.parquet", "users.parquet"):
             call(f"prefill-score embed prompts.parquet -m ./model -o {name}")
     return folder

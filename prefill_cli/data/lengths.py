@@ -16,3 +16,8 @@ def histogram(lengths: Iterable[int]) -> dict[int, int]:
     for length, count in Counter(lengths).items():
         counts[bound(length)] += count
     return dict(sorted(counts.items()))
+
+
+def below(bound: int) -> int:
+    """The greatest length that is too short for the bin with this bound."""
+    return bound - (1 << max(0, (bound - 1).bit_length() - 3))
