@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from prefill_cli import cli
 from prefill_cli.encoding import decoders
 from prefill_cli.encoding.budget import CHUNK
-from prefill_cli.encoding.prefill import unique_tokens
+from prefill_cli.encoding.packing import unique_tokens
 from prefill_cli.errors import InputError
 from prefill_cli.scoring.filters import Filters
 from prefill_cli.scoring.topk import Catalogue, search

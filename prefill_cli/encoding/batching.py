@@ -71,3 +71,9 @@ def packed_batches(
             batch.append(left.pop(fits - 1))
         sum_left += room
         yield batch
+
+
+def spread(n: int) -> list[int]:
+    """0 … n - 1 in an order whose beginnings lie evenly over all of them (van der Corput 1935: bits read backwards)."""
+    bits = max(1, (n - 1).bit_length())
+    return sorted(range(n), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))

@@ -17,6 +17,7 @@ CHUNKS = (1, 2, 4, 8)  # of a row: the budgets that come into question
 STATES_PER_TOKEN = 12
 SHARE_OF_MEMORY = 0.25
 PROBES = 2  # passes of each budget
+MAX_LANES = 32  # rows at work side by side on a CPU; more would queue for Python's interpreter lock
 NOISE = 0.05
 
 
@@ -32,6 +33,21 @@ def affordable(hidden_size: int, dtype: str, device: str, most_bytes: float = fl
     room = min(SHARE_OF_MEMORY * free_memory(device), most_bytes)
     chunk = CHUNK[device.partition(":")[0]]
     return [chunk * n for n in CHUNKS if n == 1 or chunk * n * token <= room]
+
+
+def threads() -> int:
+    """Those that PyTorch computes with."""
+    return torch.get_num_threads()
+
+
+def lanes(device: str) -> int:
+    """Packed rows at work side by side, by device type."""
+    return min(torch.get_num_threads(), MAX_LANES) if device == "cpu" else 1
+
+
+def row_tokens(max_batch_tokens: int, chunk: int) -> int:
+    """Tokens of a packed row: the budget in whole chunks."""
+    return max(chunk, max_batch_tokens // chunk * chunk)
 
 
 def fastest(budgets: Sequence[int], seconds: Callable[[int], float]) -> int:

@@ -1,7 +1,7 @@
 """The prefill engine: each distinct token of a shard goes through the model once, without padding.
 
 Equal prompts are encoded once; prefixes that many share are computed first, and their keys and values serve every
-prompt below them (prefix.py). What is left is packed end to end into rows (batching.py) that go through the layers
+prompt below them (prefix.py). What is left is packed end to end into rows (packing.py) that go through the layers
 with attention per prompt (attention.py, decoders.py). Rows run side by side, one thread each, because threads that
 share a product wait for the slowest at its end.
 """
@@ -9,8 +9,8 @@ share a product wait for the slowest at its end.
 import copy
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -21,33 +21,27 @@ import torch
 from torch import Tensor
 
 from prefill_cli.encoding.attention import PackedAttention, PrefixStates, Run
-from prefill_cli.encoding.batching import TokenLimit, halves, packed_batches
-from prefill_cli.encoding.budget import fastest
+from prefill_cli.encoding.batching import TokenLimit, halves, spread
+from prefill_cli.encoding.budget import fastest, lanes, row_tokens
 from prefill_cli.encoding.decoders import Decoder, PackedRow
 from prefill_cli.encoding.encoder import Encoded, OnBatch
 from prefill_cli.encoding.kernels import Kernels
 from prefill_cli.encoding.loading import is_out_of_memory
+from prefill_cli.encoding.packing import Ids, Packing, distinct, packing_of
 from prefill_cli.encoding.plain import PlainEncoder
 from prefill_cli.encoding.pooling import POOLINGS, finish
-from prefill_cli.encoding.prefix import Prefix, Sharing, nothing_shared, shared_prefixes
+from prefill_cli.encoding.prefix import Sharing, nothing_shared
 from prefill_cli.encoding.varlen import load_varlen
 
 log = logging.getLogger(__name__)
-Ids = npt.NDArray[np.int32]
-
-MAX_LANES = 32  # rows at work side by side on a CPU; more would queue for Python's interpreter lock
 
 
-class _Shard:
-    """What is being encoded: distinct prompts, the prefixes that they share, and the states of those."""
+class _Shard(Packing):
+    """What is being encoded, with the states of the prefixes."""
 
     def __init__(self, prompts: Sequence[Ids], sharing: Sharing) -> None:
-        self.prompts = prompts
-        self.sharing = sharing
+        super().__init__(prompts, sharing)
         self.states = PrefixStates()
-        ends = np.array([0, *(prefix.end for prefix in sharing.prefixes)])
-        self.starts = ends[sharing.of_prompt + 1]  # [n] tokens that a prompt shares
-        self.lengths = np.fromiter(map(len, prompts), np.int64, len(prompts)) - self.starts  # [n] tokens of its own
 
     def own_tokens(self, i: int) -> Ids:
         return self.prompts[i][self.starts[i] :]
@@ -64,6 +58,19 @@ class _Part:
     members: list[int]
     vectors: npt.NDArray[np.float32] | None
     rows: int  # of the packed row, filling included
+    prefixes: Sequence[int] = ()
+    sec: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """A packed row that was computed to see how long it takes, among as many others as in a run; vectors [m, d]."""
+
+    cells: int  # tokens, filling included
+    pairs: int  # (query, key) pairs of attention
+    sec: float
+    of_prefixes: bool
+    vectors: npt.NDArray[np.float32]
 
 
 class PrefillEncoder:
@@ -96,10 +103,10 @@ class PrefillEncoder:
         self._dims = dims
         self._normalize = normalize
         self.max_batch_tokens = max_batch_tokens
-        self._limit = TokenLimit(max(decoder.chunk, max_batch_tokens // decoder.chunk * decoder.chunk))
+        self._limit = TokenLimit(row_tokens(max_batch_tokens, decoder.chunk))
         self._share = share
         cores = torch.get_num_threads()
-        self.lanes = min(cores, MAX_LANES) if plain.device.type == "cpu" else 1  # rows at work side by side
+        self.lanes = lanes(plain.device.type)
         self._pool = ThreadPoolExecutor(self.lanes, "prefill", torch.set_num_threads, (max(1, cores // self.lanes),))
 
     def without_sharing(self) -> "PrefillEncoder":
@@ -132,15 +139,14 @@ class PrefillEncoder:
 
     def encode(self, input_ids: Sequence[Ids], on_batch: OnBatch) -> Encoded:
         """See Encoder."""
-        prompts, of_row = _distinct(input_ids) if self._share else (list(input_ids), np.arange(len(input_ids)))
-        copies = np.bincount(of_row, minlength=len(prompts))  # how often each of the distinct prompts occurs
+        found = distinct(input_ids, self._share)
+        prompts, of_row, copies = found.prompts, found.of_row, found.copies
 
         shard, parts = self._begin(prompts)
         for part in parts:
             self._tell(part, copies, prompts, on_batch)
-        left = np.setdiff1d(np.arange(len(prompts)), [i for part in parts for i in part.members])
-        plan = packed_batches(shard.lengths[left], self._limit.tokens, chunk=self._decoder.chunk, lanes=self.lanes)
-        waiting = {self._pool.submit(self._compute, shard, left[batch].tolist()) for batch in plan}
+        plan = self._own_rows(shard, parts)
+        waiting = {self._pool.submit(self._compute, shard, members) for members in plan}
         try:
             while waiting:
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
@@ -172,15 +178,9 @@ class PrefillEncoder:
 
     def _begin(self, prompts: Sequence[Ids]) -> tuple[_Shard, list[_Part]]:
         """The shard with its prefixes computed, and prompts that filled up their row."""
-        if not self._share:
-            return _Shard(prompts, nothing_shared(len(prompts))), []
-        shard, parts = _Shard(prompts, shared_prefixes(prompts)), []
-        prefixes = shard.sharing.prefixes
+        shard, parts = _Shard(prompts, packing_of(prompts, self._share).sharing), []
         try:
-            for chain in _chains(prefixes, self._limit.tokens):
-                room = self._filling(sum(len(prefixes[i].input_ids) for i in chain))
-                fitting = np.flatnonzero(shard.lengths <= room) if chain[-1] == len(prefixes) - 1 else np.empty(0, int)
-                members = fitting[next(packed_batches(shard.lengths[fitting], room), [])].tolist()
+            for chain, members in shard.prefix_rows(self._limit.tokens, self._decoder.chunk):
                 parts.append(self._pool.submit(self._vectors, shard, members, chain).result())
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -188,6 +188,28 @@ class PrefillEncoder:
             log.warning("out of memory for the prefixes that prompts share; they are computed with every prompt")
             return _Shard(prompts, nothing_shared(len(prompts))), []
         return shard, parts
+
+    def _own_rows(self, shard: _Shard, parts: Sequence[_Part]) -> Iterator[list[int]]:
+        done = [i for part in parts for i in part.members]
+        return shard.own_rows(done, self._limit.tokens, self._decoder.chunk, self.lanes)
+
+    def rehearse(self, input_ids: Sequence[Ids], enough: Callable[[], bool]) -> Iterator[Rehearsed]:
+        """Compute rows that `encode` would: those of the prefixes, then some all over its plan until it is `enough`."""
+        shard, parts = self._begin(distinct(input_ids, self._share).prompts)
+        plan = list(self._own_rows(shard, parts))
+        waiting: set[Future[list[_Part]]] = set()
+        rows = iter(spread(len(plan)))
+        while True:
+            for part in parts:
+                if part.vectors is not None:
+                    _, pairs = shard.work(part.members, part.prefixes)
+                    yield Rehearsed(part.rows, pairs, part.sec, bool(part.prefixes), part.vectors)
+            while len(waiting) < self.lanes and not enough() and (row := next(rows, None)) is not None:
+                waiting.add(self._pool.submit(self._compute, shard, plan[row]))
+            if not waiting:
+                return
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            parts = [part for future in done for part in future.result()]
 
     def _compute(self, shard: _Shard, members: list[int]) -> list[_Part]:
         """Vectors of some prompts; where memory runs out, in halves, and a prompt that does not fit alone has none."""
@@ -208,6 +230,7 @@ class PrefillEncoder:
 
     def _vectors(self, shard: _Shard, members: list[int], prefixes: Sequence[int] = ()) -> _Part:
         """Vectors of some prompts, in one packed row. Before them in the row: prefixes whose states are to be filled."""
+        began = time.perf_counter()
 
         def shape(i: int) -> tuple[int, int]:
             return int(shard.sharing.of_prompt[i]), int(shard.lengths[i])
@@ -238,7 +261,7 @@ class PrefillEncoder:
                 empty = hidden[:0].float()
                 pooled = torch.cat([empty, *(pool(x, torch.tensor([x.shape[1]], device=x.device)) for x in whole)])
             vectors = finish(pooled, self._dims, self._normalize).numpy()
-        return _Part(members, vectors, len(ids) + self._filling(len(ids)))
+        return _Part(members, vectors, len(ids) + self._filling(len(ids)), prefixes, time.perf_counter() - began)
 
     def _forward(self, shard: _Shard, runs: list[Run], ids: Ids, wanted: list[int] | None) -> Tensor:
         """Hidden states of the wanted rows (None: all) of runs that lie end to end."""
@@ -262,31 +285,3 @@ class PrefillEncoder:
 
     def _filling(self, tokens: int) -> int:
         return -tokens % self._decoder.chunk
-
-
-def unique_tokens(input_ids: Sequence[Ids]) -> int:
-    """Tokens that are left where equal prompts and the prefixes that many share are computed once."""
-    prompts = _distinct(input_ids)[0]
-    sharing = shared_prefixes(prompts)
-    return int(_Shard(prompts, sharing).lengths.sum()) + sum(len(prefix.input_ids) for prefix in sharing.prefixes)
-
-
-def _distinct(input_ids: Sequence[Ids]) -> tuple[list[Ids], npt.NDArray[np.int64]]:
-    """The distinct prompts in order of appearance, and [n] which of them each prompt is."""
-    seen: dict[bytes, int] = {}
-    of_row = np.array([seen.setdefault(ids.tobytes(), len(seen)) for ids in input_ids], np.int64)
-    return [input_ids[i] for i in np.unique(of_row, return_index=True)[1]], of_row
-
-
-def _chains(prefixes: Sequence[Prefix], row_tokens: int) -> Iterator[list[int]]:
-    """Indices of prefixes that are computed in one row, in their order: parents first."""
-    indices: list[int] = []
-    tokens = 0
-    for i, prefix in enumerate(prefixes):
-        if indices and tokens + len(prefix.input_ids) > row_tokens:
-            yield indices
-            indices, tokens = [], 0
-        indices.append(i)
-        tokens += len(prefix.input_ids)
-    if indices:
-        yield indices

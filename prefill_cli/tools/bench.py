@@ -20,7 +20,8 @@ from prefill_cli.data.manifest import peak_rss_bytes
 from prefill_cli.data.tokenization import Ids
 from prefill_cli.encoding.choice import choose_encoder, plain_encoder
 from prefill_cli.encoding.encoder import Encoder
-from prefill_cli.encoding.prefill import PrefillEncoder, unique_tokens
+from prefill_cli.encoding.packing import unique_tokens
+from prefill_cli.encoding.prefill import PrefillEncoder
 from prefill_cli.errors import UsageError
 from prefill_cli.job import COMPILE_FROM, PROBE_FROM, pays
 from prefill_cli.scoring.items import load_items
