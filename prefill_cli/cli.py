@@ -66,6 +66,10 @@ Text: TypeAlias = str | None
 Number: TypeAlias = int | None
 File: TypeAlias = Path | None
 Switch: TypeAlias = bool | None
+INPUTS = Annotated[list[str], typer.Argument(metavar="INPUT", help="Parquet files, folders or globs.")]
+SAMPLE = Annotated[int | None, typer.Option("--rows", min=1, help="Read a sample of so many rows, not all up to 200,000.")]
+TRIAL = Annotated[str, typer.Option("--probe", metavar="10s", help="How long the model is tried; 0: not at all.")]
+PROBE = "10s"
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
@@ -73,9 +77,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 @takes(
     *options.PROMPT, *options.LENGTH, *options.MODEL, *options.SCORE, *options.OUTPUT, "shard_rows", *options.ENCODING,
     *options.UNATTENDED, *options.PERMISSION, *options.MESSAGES,
-    inputs=Annotated[list[str], typer.Argument(metavar="INPUT", help="Parquet files, folders or globs.")],
+    inputs=INPUTS,
+    dry_run=(Annotated[bool, typer.Option("--dry-run", help="Check everything, plan, and write nothing.")], False),
 )  # fmt: skip
-def run(config: Path | None, **given: Any) -> None:
+def run(config: Path | None, dry_run: bool, **given: Any) -> None:
     """Score the prompts of Parquet files against item embeddings and write each user's top-k list.
 
     Options come from this line, else from PREFILL_SCORE_* variables, else from prefill-score.toml
@@ -85,7 +90,10 @@ def run(config: Path | None, **given: Any) -> None:
 
     Example: prefill-score run prompts.parquet -m ./model -i items.parquet -k 100 -o tonight
     """
-    _run(config, given, "plan_job", needs=("model", "items"))
+    if dry_run:
+        _plan(config, given, None, PROBE, dry_run=True)
+    else:
+        _run(config, given, "plan_job", needs=("model", "items"))
 
 
 @app.command(cls=SectionedHelp, short_help="Make vectors of texts: item files, users' vectors.")
@@ -93,7 +101,7 @@ def run(config: Path | None, **given: Any) -> None:
     *options.PROMPT, *options.LENGTH, *options.MODEL, "from_lm_head", "output", "embedding_column", "overwrite",
     "max_rejects", "shard_rows", *options.ENCODING, *options.UNATTENDED, *options.PERMISSION, *options.MESSAGES,
     **options.OF_EMBED,
-    inputs=Annotated[list[str], typer.Argument(metavar="INPUT", help="Parquet files, folders or globs.")],
+    inputs=INPUTS,
 )  # fmt: skip
 def embed(config: Path | None, **given: Any) -> None:
     """Make a vector of each text, as run does of prompts: an item file for run, or users' vectors for search.
@@ -105,6 +113,41 @@ def embed(config: Path | None, **given: Any) -> None:
     -o title-vectors.parquet
     """
     _run(config, given, "plan_embed", needs=("model",))
+
+
+@app.command(cls=SectionedHelp, short_help="Tell what a run would compute, and how long.")
+@takes(
+    *options.PROMPT, *options.LENGTH, *options.MODEL, *options.SCORE, *options.OUTPUT, "shard_rows", *options.ENCODING,
+    *options.UNATTENDED, *options.PERMISSION, *options.MESSAGES,
+    inputs=INPUTS,
+    rows=(SAMPLE, None),
+    probe=(TRIAL, PROBE),
+)  # fmt: skip
+def plan(config: Path | None, rows: int | None, probe: str, **given: Any) -> None:
+    """Read and tokenise prompts and tell what a run would compute of them, in how much memory and time.
+
+    The options are those of run; --items may be left out, and the search with it. A short probe
+    encodes some of the batches on this device. No result is written. The run that follows says
+    in its manifest how wrong the expected time was.
+
+    Example: prefill-score plan prompts.parquet -m ./model -i items.parquet
+    """
+    _plan(config, given, rows, probe, dry_run=False)
+
+
+def _plan(config_file: Path | None, given: dict[str, Any], rows: int | None, probe: str, dry_run: bool) -> None:
+    """What `plan` and `run --dry-run` share."""
+    with exits(given["log_format"] or "text"):
+        settings = resolve(given, config_file, needs=("model", "items") if dry_run else ("model",))
+        with exits(settings.log_format):
+            console.listen(settings.log_format, settings.quiet, True)
+            probe_sec = 0.0 if probe.strip() in ("0", "0s") else seconds(probe, "--probe")
+            from prefill_cli.tools import plan as tool
+
+            told = tool.plan(settings, rows, probe_sec, dry_run)
+            console.print_plan(told, settings.json)
+            if dry_run and (error := tool.too_many_rejects(settings, told)):
+                raise error
 
 
 @app.command(cls=SectionedHelp, short_help="Search for users' vectors: the same without a model.")

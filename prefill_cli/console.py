@@ -292,6 +292,79 @@ def _short(value: Any) -> str:
     return text[:12] if len(text) == 64 else text
 
 
+def print_plan(told: dict[str, Any], as_json: bool) -> None:
+    """What `plan` found: a table and a histogram on a terminal, one JSON object otherwise."""
+    if as_json or not on_terminal(sys.stdout):
+        give(json.dumps(told, ensure_ascii=False))
+        return
+    print_table([(name.replace("_", " "), text) for name, text in _plan_rows(told).items() if text])
+    if told.get("tokens"):
+        give("\ntokens of a prompt")
+        print_bars({f"to {int(bound):,}": rows for bound, rows in told["lengths"]["histogram"].items()})
+
+
+def _plan_rows(told: dict[str, Any]) -> dict[str, str]:
+    rows, files = told["rows"], told["files"]
+    state = {"resume": f"resume: {told.get('done_shards', 0):,} of {told['shards']:,} shards are done"}
+    first = {
+        "status": " ".join(filter(None, (state.get(told["status"], told["status"]), told.get("why")))),
+        "output": told["output"] or "",
+        "rows": f"{rows:,} in {files:,} file{'s' * (files != 1)}, {told['shards']:,} shard{'s' * (told['shards'] != 1)}",
+    }
+    if "tokens" not in told:
+        return first
+    sampled, error = told["sampled_rows"], told["sampling_error"]
+    within = "" if error is None else f", tokens within {error:.1%}"
+    quantiles, reasons = told["lengths"]["quantiles"], told["reject_reasons"]
+    memory, bytes_of, cut = told["memory"], told["memory"]["parts"], told["truncated_rows"]
+    return first | {
+        "read": "all rows" if sampled == rows else f"a sample of {sampled:,} rows; counts are for all{within}",
+        "rejects": f"{told['rejects']:,}" + "".join(f", {count:,} {reason}" for reason, count in reasons.items()),
+        "tokens": f"{told['tokens']:,}, {told['lengths']['mean']:,.0f} a prompt",
+        "quantiles": ", ".join(f"{float(q):.0%} {length:,}" for q, length in quantiles.items()),
+        "truncated rows": f"{cut:,} ({cut / rows:.1%}), of more than {told['max_length']:,} tokens" if cut else "",
+        "control token rows": f"{told['control_token_rows']:,}" if told["control_token_rows"] else "",
+        "copies": f"{told['copies']:,} rows are as one before, {told['copies_in_shards']:,} in the same shard",
+        "saved": f"{told['copied_tokens']:,} tokens of copies, {told['prefix_tokens_saved']:,} of shared prefixes",
+        "cached rows": f"{told['cached_rows']:,}" if told["cached_rows"] else "",
+        "to compute": f"{told['tokens_to_compute']:,} tokens, {told['computed_tokens']:,} with what fills batches up",
+        "batches": f"{told['batches']:,} of at most {told['max_batch_tokens']:,} tokens, {told['encoder']}"
+        f"{', compiled' if told['compiled'] else ''}",
+        "on": f"{told['device']}, {told['dtype']}",
+        "memory": f"{memory['bytes'] / 1e9:.2f} GB"
+        + (f" and {memory['device_bytes'] / 1e9:.2f} GB of the device" if memory["device_bytes"] else "")
+        + f" ({', '.join(f'{name} {size / 1e9:.2f}' for name, size in bytes_of.items())})".replace("_", " "),
+        **_expected_rows(told["expected"]),
+    }
+
+
+def _expected_rows(expected: dict[str, Any] | None) -> dict[str, str]:
+    if expected is None:
+        return {"expected time": "not probed"}
+    stages = ", ".join(
+        f"{name} {expected[f'{name}_sec']:,.1f}" for name in ("plan", "start", "read", "encode", "search", "write")
+    )
+    probe = expected["probe"]
+    spread = "" if probe["spread"] is None else f", which differ by {probe['spread']:.0%} from their like"
+    return {
+        "expected time": f"{expected['wall_sec']:,.1f} s ({stages})",
+        "probe": f"{probe['sec']:.1f} s, {probe['batches']:,} batches{spread}",
+    }
+
+
+def print_bars(counts: dict[str, int]) -> None:
+    """A histogram, as wide as the terminal; plain characters where it has no others."""
+    out = rich_console()
+    block = "█" if (out.encoding or "").lower().startswith("utf") else "#"
+    label = max(map(len, counts), default=0)
+    number = max((len(f"{count:,}") for count in counts.values()), default=0)
+    room = max(8, out.width - label - number - 4)
+    most = max(counts.values(), default=0) or 1
+    for name, count in counts.items():
+        bar = block * (-(-count * room // most) if count else 0)
+        give(f"{name:>{label}}  {count:>{number},}  {bar}")
+
+
 def print_bench(measured: dict[str, Any], as_json: bool) -> None:
     """A table on a terminal, then one JSON line."""
     if on_terminal(sys.stdout) and not as_json:

@@ -1,6 +1,7 @@
 """What a run works with: the same for all of its shards."""
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from prefill_cli.data.remote_staging import RemoteStaging
 from prefill_cli.data.staging import Staging
 from prefill_cli.data.tokenization import PromptTokenizer
 from prefill_cli.data.vectors import VectorReader
+from prefill_cli.encoding.budget import threads
 from prefill_cli.encoding.encoder import EncoderOptions
 from prefill_cli.encoding.loading import ModelFolder
 from prefill_cli.scoring.heads import Head, PairHead
@@ -29,6 +31,8 @@ log = logging.getLogger(__name__)
 COMPILE_FROM = {"cpu": 2e12, "mps": float("inf"), "cuda": 1e16}
 SEARCH_FROM = 1e11  # products of a search from which compiling its kernels costs less than it saves
 PROBE_FROM = {"cpu": 2e14, "mps": 1e15, "cuda": 1e16}
+CHECKED_PROMPTS = 64  # of the first shard, of which an encoder is checked with a few of different lengths
+PACE = ("max_batch_tokens", "encoder", "compile", "share", "cache")  # options
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,12 @@ class Job:
         if not (self.config.cache and self.folder):
             return None
         return VectorCache(self.config.cache, vector_space(self, self.folder), self.cached, self.user_width)
+
+    @property
+    def pace(self) -> dict[str, Any]:
+        """What decides how long the job takes here, beside what its answer depends on."""
+        asked = {name: str(getattr(self.config, name)) for name in PACE}
+        return asked | {"device": self.device, "cpus": os.cpu_count(), "threads": threads()}
 
     @property
     def shards(self) -> list[Shard]:

@@ -9,7 +9,9 @@ import resource
 import shlex
 import signal
 import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 from prefill_cli.errors import PrefillScoreError, first_line
@@ -55,6 +57,48 @@ def _read(path: str) -> str:
         return ""
 
 
+def user_cache() -> Path:
+    """Where things of this user and machine are kept that can be made again.
+
+    Raises:
+        RuntimeError: a user without a home.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prefill-score"
+
+
+class Stopwatch:
+    """Seconds since it was made, and how many of the process's threads were at work meanwhile, on average."""
+
+    def __init__(self) -> None:
+        self._began, self._work = time.perf_counter(), time.process_time()
+
+    @property
+    def sec(self) -> float:
+        return time.perf_counter() - self._began
+
+    @property
+    def work_sec(self) -> float:
+        """Of the processor, summed over its cores."""
+        return time.process_time() - self._work
+
+
+def process_sec() -> float:
+    """Seconds since this process began, as Linux tells; 0 where nothing does."""
+    try:
+        began = int(_read("/proc/self/stat").rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
+    except (AttributeError, IndexError, OSError, ValueError):
+        return 0.0
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds now, as Linux tells; the most that it held elsewhere."""
+    pages = _read("/proc/self/statm").split()
+    if len(pages) > 1:
+        return int(pages[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def built(source: Path) -> ctypes.CDLL | None:
     """The library of a C++ source, built by this machine's compiler (CXX, else g++) at first use and kept in the user's
     cache folder. None, with a warning, where it cannot be built.
@@ -78,7 +122,7 @@ def library_path(source: Path, compiler: list[str]) -> Path:
     processor = [line for line in _read("/proc/cpuinfo").splitlines() if line.startswith(("flags", "model name"))][:2]
     made_of = (source.read_text(), torch.__version__, str(torch_libraries), *compiler, *FLAGS, *processor)
     digest = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prefill-score"
+    folder = user_cache()
     library = folder / f"{source.stem}-{digest}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)

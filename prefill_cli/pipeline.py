@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefill_cli.config import RunConfig
-from prefill_cli.data import manifest, results
+from prefill_cli.data import expected, manifest, results
 from prefill_cli.data.cache import Known
 from prefill_cli.data.inputs import Shard
 from prefill_cli.data.lengths import histogram
@@ -28,14 +28,13 @@ from prefill_cli.encoding.encoder import Encoded, Encoder, OnBatch
 from prefill_cli.encoding.loading import load_base_model
 from prefill_cli.encoding.stored import StoredVectors
 from prefill_cli.errors import ModelError, OutputError, TooManyRejectsError, os_errors_as
-from prefill_cli.job import Job
+from prefill_cli.job import CHECKED_PROMPTS, Job
 from prefill_cli.outcome import only_finite, outcome_of
 from prefill_cli.places import beside
 from prefill_cli.planning import plan_embed, plan_job, plan_search
 from prefill_cli.summary import manifest_of, totals_of
 
 log = logging.getLogger(__name__)
-CHECKED_PROMPTS = 64  # of which a few are chosen, of different lengths
 
 
 class Progress(Protocol):
@@ -73,6 +72,7 @@ def run(config: RunConfig, engine: Engine, progress: Progress, plan: Plan = plan
             return staging.totals() | {"status": "unchanged", "output": str(staging.out)}
         job = replace(job, **choices)
         receipts = {shard: receipt for shard in job.shards if (receipt := staging.receipt(shard))}
+        expectation = None if receipts else expected.find(fingerprint, job.pace)  # of a run that does everything itself
         if receipts:
             budget = next(iter(receipts.values())).get("max_batch_tokens", job.max_batch_tokens)
             job = replace(job, max_batch_tokens=budget, probe=False)  # what a probe found before is not asked again
@@ -98,7 +98,7 @@ def run(config: RunConfig, engine: Engine, progress: Progress, plan: Plan = plan
             raise
         in_order = [receipts[shard] for shard in job.shards]
         totals = totals_of(job, in_order, time.perf_counter() - began)
-        staging.publish(manifest_of(job, fingerprint, in_order, totals))
+        staging.publish(manifest_of(job, fingerprint, in_order, totals, expectation))
     return totals
 
 

@@ -44,9 +44,13 @@ def totals_of(job: Job, receipts: list[Receipt], wall_sec: float) -> dict[str, A
 
 
 def manifest_of(
-    job: Job, fingerprint: manifest.Fingerprint, receipts: list[Receipt], totals: dict[str, Any]
+    job: Job,
+    fingerprint: manifest.Fingerprint,
+    receipts: list[Receipt],
+    totals: dict[str, Any],
+    expectation: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """receipts: of all shards, in order."""
+    """receipts: of all shards, in order. expectation: what a plan said of this run."""
     folder = job.folder
     lengths: Counter[int] = Counter()
     for receipt in receipts:
@@ -73,6 +77,7 @@ def manifest_of(
         "totals": totals,
         "lengths": {str(bound): lengths[bound] for bound in sorted(lengths)},
         "shards": {name: [receipt.get(name, 0) for receipt in receipts] for name in SUMMED},
+        **({"expected": expectation | {"error": totals["wall_sec"] / expectation["wall_sec"] - 1}} if expectation else {}),
     }
 
 

@@ -37,7 +37,7 @@ ALLOWED = {
     "planning": {"data", "encoding", "scoring", "job"},
     "pipeline": {"data", "encoding", "job", "outcome", "planning", "summary"},
     "engines": {"data", "job", "pipeline"},
-    "tools": {"data", "encoding", "scoring", "job"},
+    "tools": {"data", "encoding", "scoring", "job", "outcome", "planning"},
     "console": set(),
     "metrics": {"data"},
     "options": set(),

@@ -25,6 +25,7 @@ from prefill_cli.data.remote_staging import current_run, pointer_to
 from prefill_cli.engines.local import run_shards
 from prefill_cli.errors import InputError, ItemsError, OutputError, UsageError
 from prefill_cli.places import Uri, beside, place
+from prefill_cli.planning import plan_job
 from prefill_cli.tools.cache import describe, prune
 
 
@@ -72,6 +73,31 @@ def command_line(job, out: Uri, *more: str) -> list[str]:
 
 
 ENVIRON = {"PYTHONPATH": str(PROJECT)}
+
+
+def test_what_a_run_would_find_elsewhere_is_told_without_a_trace(job, bucket):
+    out = Uri(f"{bucket}/out")
+
+    def look(**options):
+        before = {name: storage.read(beside(out, name)) for name in storage.listing(out)}
+        config = job.config(**{"output": out, "shard_rows": 10} | options)
+        planned, fingerprint = plan_job(config)
+        try:
+            return planned.staging.outlook(fingerprint, config.overwrite).state
+        finally:
+            assert {name: storage.read(beside(out, name)) for name in storage.listing(out)} == before
+
+    assert look() == "new"
+    stop_after(job, 2, output=out, shard_rows=10)
+    assert look() == "resume"
+    with pytest.raises(OutputError, match=r"holds leftovers of another run; different: top_k \(5, now 4\)"):
+        look(top_k=4)
+    assert look(top_k=4, overwrite=True) == "new"
+    job.run(output=out, shard_rows=10)
+    assert look() == "unchanged"
+    with pytest.raises(OutputError, match="holds the result of another run"):
+        look(top_k=4)
+    assert look(top_k=4, overwrite=True) == "new"
 
 
 # --- the same bytes ---------------------------------------------------------------------------------------------------

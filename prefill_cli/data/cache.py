@@ -12,7 +12,6 @@ a bit, while it is not looked up; vectors stay in their memory-mapped files.
 import hashlib
 import json
 import logging
-import os
 import re
 import secrets
 import time
@@ -31,6 +30,7 @@ from prefill_cli import storage
 from prefill_cli.data.disk import replacing, sync_folder, write_json, writing
 from prefill_cli.data.tokenization import Ids
 from prefill_cli.errors import OutputError, first_line
+from prefill_cli.machine import user_cache
 from prefill_cli.matrices import to_float32
 from prefill_cli.places import Place, Uri, beside, is_uri, local
 
@@ -59,8 +59,7 @@ def seen_segments(cache: Place, space: Space) -> list[str]:
 
 def mirror_of(cache: Uri) -> Path:
     """Where the files of a cache elsewhere are kept on this machine: they never change, so a copy is as good."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prefill-score" / "vectors"
-    return caches / hashlib.sha256(cache.encode()).hexdigest()[:16]
+    return user_cache() / "vectors" / hashlib.sha256(cache.encode()).hexdigest()[:16]
 
 
 def segment_names(folder: Path) -> list[str]:

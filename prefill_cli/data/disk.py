@@ -32,6 +32,20 @@ def writing(path: Path) -> Iterator[None]:
         raise OutputError(message) from None
 
 
+def check_writable(folder: Path) -> None:
+    """That a folder, which need not be there yet, can be made and written, as far as the system tells.
+
+    Raises:
+        OutputError: it cannot.
+    """
+    there = next((path for path in (folder, *folder.parents) if path.exists()), Path())
+    with writing(folder):
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """A file that appears under `path` when the block ends well: temporary name, sync, rename.

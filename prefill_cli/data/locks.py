@@ -42,6 +42,27 @@ def locked(out: Path) -> Iterator[None]:
         _release(path, descriptor)
 
 
+def check_free(out: Path) -> None:
+    """That nobody who lives holds the lock of an output folder, which is left as it is.
+
+    Raises:
+        OutputError: somebody does.
+    """
+    path = out.parent / f".{out.name}.lock"
+    with contextlib.suppress(FileNotFoundError, PermissionError):  # a place that cannot be written is told elsewhere
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OutputError(f"{path}: {_holder(path)[1]} is writing this output; wait for it, or stop it first") from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            _refuse_unless_left(path)
+        finally:
+            os.close(descriptor)
+
+
 def _our_name() -> bytes:
     return json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
 

@@ -27,7 +27,7 @@ from prefill_cli.data.disk import from_json, to_json
 from prefill_cli.data.inputs import Shard
 from prefill_cli.data.manifest import MANIFEST, SUCCESS, Fingerprint, is_manifest
 from prefill_cli.data.results import REJECTS_FOLDER
-from prefill_cli.data.staging import Receipt, part_name, refuse_unless
+from prefill_cli.data.staging import Outlook, Receipt, part_name, refuse_unless
 from prefill_cli.errors import OutputError
 from prefill_cli.places import Place, Uri, beside, is_uri
 
@@ -102,7 +102,25 @@ class RemoteStaging:
         with storage.reaching(self.out, OutputError):
             return self._begin(fingerprint, choices, overwrite)
 
-    def _begin(self, fingerprint: Fingerprint, choices: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
+    def outlook(self, fingerprint: Fingerprint, overwrite: bool) -> Outlook:
+        """See Staging.outlook. The last that this object is asked, but for receipts."""
+        with self._scratch, storage.reaching(self.out, OutputError):
+            files, _, published = self._look(fingerprint, overwrite)
+            if fingerprint in (published, self._finished(self._run_id, files)):
+                return Outlook("unchanged")
+            self._in_the_way(files, fingerprint, overwrite)
+            run = self._own_run(fingerprint)
+            if run is None:
+                return Outlook("new")
+            self._know(files)
+            return Outlook("resume" if self._receipts else "new", run["choices"])
+
+    def _look(self, fingerprint: Fingerprint, overwrite: bool) -> tuple[dict[str, int], str | None, Fingerprint | None]:
+        """All files, the current run, and its fingerprint where it is whole.
+
+        Raises:
+            OutputError: the place is not ours, or holds another result that must not be replaced.
+        """
         self._run_id = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:ID_LENGTH]
         files = storage.listing(self.out)
         current = current_run(self.out)
@@ -110,26 +128,44 @@ class RemoteStaging:
         if foreign and current is None:
             raise OutputError(f"{self.out}: holds {foreign[0]}, which no run of prefill-score made; name another --output")
         published = self._finished(current, files)
+        if published not in (None, fingerprint):
+            refuse_unless(overwrite, f"{self.out} holds the result of another run", published or {}, fingerprint)
+        return files, current, published
+
+    def _begin(self, fingerprint: Fingerprint, choices: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
+        files, current, published = self._look(fingerprint, overwrite)
         if published == fingerprint:
             return None
-        if published is not None:
-            refuse_unless(overwrite, f"{self.out} holds the result of another run", published, fingerprint)
-        self._leftovers(files, fingerprint, overwrite)
+        for run_id in self._in_the_way(files, fingerprint, overwrite):
+            storage.delete_folder(self._of_run(run_id))
         if self._finished(self._run_id, files) == fingerprint:  # current some time ago, or killed before it was
             self._point(current)
             return None
-        run = _read_json(self._of_run(self._run_id, RUN))
-        if not (run and run.get("fingerprint") == fingerprint and "choices" in run):
+        run = self._own_run(fingerprint)
+        if run is None:
             run = {"fingerprint": fingerprint, "choices": choices}
             self._write_json(RUN, run)
-        inside = f"{RUNS}/{self._run_id}/"
-        self._sizes = {name.removeprefix(inside): size for name, size in files.items() if name.startswith(inside)}
-        self._receipts = self._read_receipts()
+        self._know(files)
         kept: dict[str, Any] = run["choices"]
         return kept
 
-    def _leftovers(self, files: dict[str, int], fingerprint: Fingerprint, overwrite: bool) -> None:
-        """Runs of other jobs that did not end: in the way where they hold something, unless `overwrite` discards them."""
+    def _own_run(self, fingerprint: Fingerprint) -> dict[str, Any] | None:
+        """What an earlier start of this run left word of."""
+        run = _read_json(self._of_run(self._run_id, RUN))
+        return run if run and run.get("fingerprint") == fingerprint and "choices" in run else None
+
+    def _know(self, files: dict[str, int]) -> None:
+        inside = f"{RUNS}/{self._run_id}/"
+        self._sizes = {name.removeprefix(inside): size for name, size in files.items() if name.startswith(inside)}
+        self._receipts = self._read_receipts()
+
+    def _in_the_way(self, files: dict[str, int], fingerprint: Fingerprint, overwrite: bool) -> list[str]:
+        """Ids of runs of other jobs that did not end, to be removed.
+
+        Raises:
+            OutputError: one holds something, and `overwrite` does not discard it.
+        """
+        found = []
         ids = {name.split("/")[1] for name in files if name.startswith(f"{RUNS}/")} - {self._run_id}
         for run_id in sorted(ids):
             if f"{RUNS}/{run_id}/{SUCCESS}" in files:  # was or is current
@@ -137,7 +173,8 @@ class RemoteStaging:
             if any(name.startswith(f"{RUNS}/{run_id}/{RECEIPTS}/") for name in files):
                 left = (_read_json(self._of_run(run_id, RUN)) or {}).get("fingerprint", {})
                 refuse_unless(overwrite, f"{self._of_run(run_id)} holds leftovers of another run", left, fingerprint)
-            storage.delete_folder(self._of_run(run_id))
+            found.append(run_id)
+        return found
 
     def _finished(self, run_id: str | None, files: dict[str, int]) -> Fingerprint | None:
         """The fingerprint of a run folder that is whole, None where it is not."""

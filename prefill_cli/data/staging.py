@@ -21,13 +21,14 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from prefill_cli.config import RunConfig, option
-from prefill_cli.data.disk import read_json, sync_folder, write_json, writing
+from prefill_cli.data.disk import check_writable, read_json, sync_folder, write_json, writing
 from prefill_cli.data.inputs import Shard
-from prefill_cli.data.locks import locked
+from prefill_cli.data.locks import check_free, locked
 from prefill_cli.data.manifest import MANIFEST, SUCCESS, Fingerprint, differences, is_finished, read_manifest
 from prefill_cli.data.results import REJECTS_FOLDER
 from prefill_cli.errors import OutputError, UsageError
@@ -86,6 +87,14 @@ def _check_apart_here(out: Path, named: list[tuple[str, str]]) -> None:
             raise UsageError(f"--output {out} lies inside {what} {text}, which would be read again; results go elsewhere")
 
 
+@dataclass(frozen=True)
+class Outlook:
+    """What a run would find at its output: nothing in the way, shards of its own that are done, or its whole result."""
+
+    state: Literal["new", "resume", "unchanged"]
+    choices: dict[str, Any] = field(default_factory=dict)  # that a resume repeats
+
+
 class Staging:
     """The way from shards to a published folder OUT. Use inside `locked`."""
 
@@ -126,6 +135,23 @@ class Staging:
         self._check_place(fingerprint, overwrite)
         return self._take_up(run, fingerprint, choices, overwrite)
 
+    def outlook(self, fingerprint: Fingerprint, overwrite: bool) -> Outlook:
+        """What `begin` would come to; nothing is touched.
+
+        Raises:
+            OutputError: what `begin` would raise.
+        """
+        check_writable(self.out.parent)
+        check_free(self.out)
+        here = self.out if self.out.exists() else self._previous
+        if is_finished(here) and (read_manifest(here) or {}).get("fingerprint") == fingerprint:
+            return Outlook("unchanged")
+        self._check_place(fingerprint, overwrite)
+        run = self._run()
+        if not self._is_own(run, fingerprint, overwrite) or run is None:
+            return Outlook("new")
+        return Outlook("resume" if self.has_receipts() else "new", run["choices"])
+
     def _run(self) -> dict[str, Any] | None:
         """What the leftovers are of; None where there are none or nothing tells."""
         run = read_json(self.folder / "run.json")
@@ -160,22 +186,7 @@ class Staging:
         self, run: dict[str, Any] | None, fingerprint: Fingerprint, choices: dict[str, Any], overwrite: bool
     ) -> dict[str, Any]:
         """The staging folder, with what an earlier start of the same run left in it or empty; returns the choices."""
-        if run is None and self.folder.exists():
-            self._check_unnamed(overwrite)
-            self.discard()
-        if run and run["fingerprint"] == fingerprint and is_finished(self.result):
-            # Complete, or what was OUT until a run was killed after the exchange, whose receipts tell of other files.
-            stored = read_manifest(self.result) or {}
-            if stored.get("fingerprint") != fingerprint:
-                self.discard()
-                run = None
-        if run and run["fingerprint"] != fingerprint:
-            refuse_unless(
-                overwrite or not self.has_receipts(),
-                f"{self.folder} holds leftovers of another run",
-                run["fingerprint"],
-                fingerprint,
-            )
+        if not self._is_own(run, fingerprint, overwrite):
             self.discard()
             run = None
         with writing(self.folder):
@@ -189,6 +200,23 @@ class Staging:
                 torn.unlink()
         kept: dict[str, Any] = run["choices"]
         return kept
+
+    def _is_own(self, run: dict[str, Any] | None, fingerprint: Fingerprint, overwrite: bool) -> bool:
+        """Whether the leftovers are of this very run.
+
+        Raises:
+            OutputError: they are not, and something would be lost.
+        """
+        if run is None:
+            if self.folder.exists():
+                self._check_unnamed(overwrite)
+            return False
+        if run["fingerprint"] != fingerprint:
+            what = f"{self.folder} holds leftovers of another run"
+            refuse_unless(overwrite or not self.has_receipts(), what, run["fingerprint"], fingerprint)
+            return False
+        # Complete, or what was OUT until a run was killed after the exchange, whose receipts tell of other files.
+        return not is_finished(self.result) or (read_manifest(self.result) or {}).get("fingerprint") == fingerprint
 
     def _check_unnamed(self, overwrite: bool) -> None:
         """That a staging folder without a readable run.json may be removed."""
