@@ -498,3 +498,10 @@ def test_the_document_shows_what_the_command_prints(sample, monkeypatch):
     figures = [[float(one) for one in re.findall(number, text)] for text in (shown[1], printed)]
     assert figures[0] == pytest.approx(figures[1], abs=0.005), "another machine rounds otherwise: a user or two of 2,000"
     assert len(figures[0]) > 80
+
+
+def test_a_user_whom_no_replicate_draws_has_no_interval():
+    tally = Tally((1,), 1)
+    tally.add(np.array([0]), np.array([0]))
+    seed = next(seed for seed in range(50) if np.random.default_rng(seed).poisson(1.0, 1)[0] == 0)
+    assert tally.summary(Bootstrap(1, seed))["recall"]["1"] == {"mean": 0.0}

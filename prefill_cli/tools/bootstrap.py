@@ -37,25 +37,29 @@ class Bootstrap:
     replicates: int = 1_000
     seed: int = 0
 
-    def intervals(self, sums: Floats, users: Floats) -> Floats:
+    def intervals(self, sums: Floats, users: Floats) -> Floats | None:
         """[2, m] low and high of sums.sum(1) / users.sum(), from [m, groups] sums over users and [groups] their numbers.
 
-        A replicate that draws nobody, which happens among a handful of users, is left out.
+        A replicate that draws nobody, which happens among a handful of users, is left out; None where all do, or none is
+        asked for.
         """
         weights, means = _weights(self.seed, self.replicates, len(users)), []
         for start in range(0, self.replicates, BLOCK):
             block = weights[start : start + BLOCK].astype(np.float64)
             drawn = block @ users
             means.append((block @ sums.T)[drawn > 0] / drawn[drawn > 0, None])
-        every = np.concatenate(means)
-        return np.quantile(every, INTERVAL, axis=0) if len(every) else np.full((2, len(sums)), np.nan)
+        every = np.concatenate(means or [np.empty((0, len(sums)))])
+        return np.quantile(every, INTERVAL, axis=0) if len(every) else None
 
 
 @lru_cache(maxsize=1)
 def _weights(seed: int, replicates: int, groups: int) -> npt.NDArray[np.uint8]:
     """[replicates, groups] the same for every segment, list and run, so that differences are paired. No draw reaches 256."""
     rng = np.random.default_rng(seed)
-    return np.concatenate([rng.poisson(1.0, (1, groups)).astype(np.uint8) for _ in range(replicates)])
+    drawn = np.empty((replicates, groups), np.uint8)
+    for one in drawn:
+        one[:] = rng.poisson(1.0, groups)
+    return drawn
 
 
 def group_of(numbers: Ints, users: int) -> npt.NDArray[np.int64]:
@@ -101,7 +105,7 @@ class Tally:
         if not users:
             return {}
         means = sums.sum(1) / users
-        ends = bootstrap.intervals(sums, counts) if bootstrap.replicates else None
+        ends = bootstrap.intervals(sums, counts)
         return by_name(self.ks, [_told(mean, None if ends is None else ends[:, m]) for m, mean in enumerate(means)])
 
 

@@ -234,10 +234,11 @@ def _matrix(offsets: Ints, codes: Ints) -> Ints:
 def overlaps(left: Ints, right: Ints) -> Ints:
     """[n, depth] X(d), for d = 1 ... the longer width, of lists as rows of codes, distinct in a row; -1: no item."""
     n, wide, depth = len(left), left.shape[1] + right.shape[1], max(left.shape[1], right.shape[1])
-    keys = np.concatenate([left, right], axis=1) * wide + np.arange(wide)
+    bits = wide.bit_length()
+    keys = np.concatenate([left, right], axis=1) << bits | np.arange(wide)
     keys.sort(axis=1)  # an item of both lists now stands beside itself, the left one's first
-    item, place = np.divmod(keys, wide)
-    row, at = np.nonzero((item[:, 1:] == item[:, :-1]) & (item[:, 1:] >= 0))
+    item, place = keys >> bits, keys & ((1 << bits) - 1)
+    row, at = np.divmod(np.flatnonzero((item[:, 1:] == item[:, :-1]) & (item[:, 1:] >= 0)), wide - 1)
     deeper = np.maximum(place[row, at], place[row, at + 1] - left.shape[1])
     counts: npt.NDArray[np.int64] = np.bincount(row * depth + deeper, minlength=n * depth)
     return counts.reshape(n, depth).cumsum(axis=1)
