@@ -187,7 +187,8 @@ class Staging:
     ) -> dict[str, Any]:
         """The staging folder, with what an earlier start of the same run left in it or empty; returns the choices."""
         if not self._is_own(run, fingerprint, overwrite):
-            self.discard()
+            if self.folder.exists():
+                self.discard()
             run = None
         with writing(self.folder):
             self.folder.mkdir(exist_ok=True)
