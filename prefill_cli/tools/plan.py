@@ -24,6 +24,7 @@ from prefill_cli.data.staging import Outlook
 from prefill_cli.encoding.budget import lanes, threads
 from prefill_cli.errors import OutputError, TooManyRejectsError, os_errors_as
 from prefill_cli.job import Job
+from prefill_cli.outcome import Outcome
 from prefill_cli.planning import plan_embed, plan_job
 from prefill_cli.tools import estimate, probe
 from prefill_cli.tools.survey import Group, Loaded, Surveyor, groups_of
@@ -138,21 +139,21 @@ def _look(job: Job, sample: int | None, probe_sec: float) -> Found:
             encoding = probe.rehearse_encoding(job, loaded.fresh, len(loaded.fresh) / len(loaded.input_ids), probe_sec)
             surveyor.plain, surveyor.max_batch_tokens = encoding.encoder == "plain", encoding.max_batch_tokens
             if job.scoring:
-                finishing = probe.rehearse_finishing(job, outcome, loaded.rows[0], encoding.vectors)
+                finishing = probe.rehearse_finishing(outcome, loaded.rows[0], encoding.vectors)
             spent = time.perf_counter() - began
         groups.append(surveyor.count(loaded))
     if probe_sec and finishing is None and cache is not None and job.scoring:
-        finishing = _of_known(job, outcome, surveyor, groups)
+        finishing = _of_known(outcome, surveyor, groups)
     return Found(groups, surveyor, encoding, finishing, start_sec, spent)
 
 
-def _of_known(job: Job, outcome: Any, surveyor: Surveyor, groups: Sequence[Group]) -> probe.Finishing | None:
+def _of_known(outcome: Outcome, surveyor: Surveyor, groups: Sequence[Group]) -> probe.Finishing | None:
     """Where a cache has all vectors there is no model to load, but still something to search for."""
     group = next((g for g in groups if g.cached_rows), None)
     if group is None:
         return None
     loaded: Loaded = surveyor.load(group.shards)
-    return probe.rehearse_finishing(job, outcome, loaded.rows[0], surveyor.known_vectors(loaded))
+    return probe.rehearse_finishing(outcome, loaded.rows[0], surveyor.known_vectors(loaded))
 
 
 def _counts(job: Job, found: Found) -> dict[str, Any]:

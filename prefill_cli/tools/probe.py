@@ -8,6 +8,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -112,12 +113,18 @@ def rehearse_encoding(job: Job, fresh: Sequence[Ids], share: float, for_sec: flo
     return Encoding(encoder.name, encoder.max_batch_tokens, start_sec, tuple(timed), busy, together)
 
 
-def rehearse_finishing(job: Job, outcome: Outcome, rows: ShardRows, vectors: npt.NDArray[np.float32]) -> Finishing | None:
+def rehearse_finishing(outcome: Outcome, rows: ShardRows, vectors: npt.NDArray[np.float32]) -> Finishing | None:
     """Make parts of some rows in a scratch folder, with `vectors` [m, d] again and again; None where nothing can be made."""
     vectors = vectors[np.isfinite(vectors).all(axis=1)]
-    n = len(rows.input_ids)
-    if not (n and len(vectors)):
+    if not (rows.input_ids and len(vectors)):
         return None
+    # In a thread of its own, as the run does: how many threads PyTorch takes depends on the thread that asks.
+    with ThreadPoolExecutor(1) as finisher:
+        return finisher.submit(_finish_some, outcome, rows, vectors).result()
+
+
+def _finish_some(outcome: Outcome, rows: ShardRows, vectors: npt.NDArray[np.float32]) -> Finishing | None:
+    n = len(rows.input_ids)
     with contextlib.suppress(OSError, OutputError), tempfile.TemporaryDirectory(prefix="prefill-score-") as scratch:
 
         def finish(some: int) -> tuple[float, float]:
@@ -129,7 +136,7 @@ def rehearse_finishing(job: Job, outcome: Outcome, rows: ShardRows, vectors: npt
         began, first = time.perf_counter(), sum(finish(min(n, SEARCHED_ROWS[0])))
         once = max(0.0, first - sum(finish(min(n, SEARCHED_ROWS[0]))))
         found = None
-        for some in sorted({min(n, rows) for rows in SEARCHED_ROWS[1:]}):
+        for some in sorted({min(n, most) for most in SEARCHED_ROWS[1:]}):
             if found is None or time.perf_counter() - began < FINISH_SEC:
                 watch = Stopwatch()
                 search_sec, write_sec = finish(some)
