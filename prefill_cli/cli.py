@@ -268,8 +268,8 @@ def evaluate(
         console.listen()
         if top_k is not None and not re.fullmatch(r"\d{1,9}(,\d{1,9})*", top_k):
             raise UsageError(f"--top-k must be numbers like 1,10,100, not {top_k!r}")
-        from prefill_cli.tools.bootstrap import Bootstrap
         from prefill_cli.tools.evaluate import Question, judge
+        from prefill_cli.tools.judging.bootstrap import Bootstrap
 
         ks, replicates = tuple(map(int, top_k.split(","))) if top_k else (), Bootstrap(bootstrap, seed)
         asked = Question(output, truth, truth_file, ks, by, history_column, against, rbo_p, replicates)

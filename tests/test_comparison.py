@@ -10,8 +10,8 @@ from judging import evaluated, random_lists, random_truths, write_result
 from test_evaluate import catalogue, trec_eval
 
 from prefill_cli.errors import InputError, OutputError
-from prefill_cli.tools import comparison
-from prefill_cli.tools.comparison import compare_runs
+from prefill_cli.tools.judging import comparison
+from prefill_cli.tools.judging.comparison import compare_runs
 
 KS = (1, 3, 10, 20)
 

@@ -21,8 +21,8 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from prefill_cli import cli, console
-from prefill_cli.tools import bootstrap
-from prefill_cli.tools.bootstrap import Bootstrap, Tally
+from prefill_cli.tools.judging import bootstrap
+from prefill_cli.tools.judging.bootstrap import Bootstrap, Tally
 
 KS = (1, 3, 5, 10, 20)
 IN = "-k", ",".join(map(str, KS))

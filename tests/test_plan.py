@@ -15,9 +15,9 @@ from prefill_cli.data.lengths import bound
 from prefill_cli.encoding import prefill
 from prefill_cli.errors import OutputError
 from prefill_cli.planning import plan_job
-from prefill_cli.tools import estimate, probe, survey
 from prefill_cli.tools import plan as tool
-from prefill_cli.tools.estimate import Stages, Timed
+from prefill_cli.tools.forecast import estimate, probe, survey
+from prefill_cli.tools.forecast.estimate import Stages, Timed
 
 INSTRUCTION = " ".join(WORDS[i % 60] for i in range(7, 47))  # 40 tokens
 

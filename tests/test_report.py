@@ -31,9 +31,9 @@ from prefill_cli.data.disk import read_json, write_json
 from prefill_cli.data.lengths import histogram
 from prefill_cli.data.manifest import MANIFEST
 from prefill_cli.engines.local import run_shards
-from prefill_cli.tools import figures, plots
-from prefill_cli.tools.comparison import compare_runs
-from prefill_cli.tools.figures import read_list_figures
+from prefill_cli.tools.judging.comparison import compare_runs
+from prefill_cli.tools.reporting import figures, plots
+from prefill_cli.tools.reporting.figures import read_list_figures
 
 HOSTILE = [
     "<script>alert(1)</script>", "\"><img src=x onerror='alert(2)'>", "</style></svg><b>&amp;", "{{ 7 * 7 }}{% raw %}",
@@ -352,7 +352,7 @@ def test_a_comparison_says_what_comparison_py_finds_and_what_differs(night, tmp_
     [(0, "0 %"), (1, "100 %"), (0.1234, "12.3 %"), (0.00001, "0.001 %"), (0.99999, "99.99 %"), (0.9994, "99.94 %")],
 )
 def test_a_share_is_never_rounded_to_nothing_or_all(share, text):
-    from prefill_cli.tools.wording import percent
+    from prefill_cli.tools.reporting.wording import percent
 
     assert percent(share) == text
 
@@ -428,7 +428,7 @@ def luminance(colour: str) -> float:
 
 
 def test_texts_and_lines_stand_out_in_light_dark_and_print():
-    template = (PROJECT / "prefill_cli" / "tools" / "report.html.jinja").read_text()
+    template = (PROJECT / "prefill_cli" / "tools" / "reporting" / "report.html.jinja").read_text()
     palettes = [
         dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in re.findall(r":root \{(.*?)\}", template, re.DOTALL)
     ]

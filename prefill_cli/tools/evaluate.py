@@ -17,17 +17,17 @@ import numpy as np
 import polars as pl
 
 from prefill_cli.errors import InputError, UsageError
-from prefill_cli.tools.baseline import Baseline, run_baseline
-from prefill_cli.tools.bootstrap import Bootstrap, Tally
-from prefill_cli.tools.catalogue_metrics import ItemCounts
-from prefill_cli.tools.comparison import compare_results
-from prefill_cli.tools.held_out import Sought, Users, find_users
-from prefill_cli.tools.ids import Ints
-from prefill_cli.tools.panel import Panel
-from prefill_cli.tools.popularity import Popularity, count_histories
-from prefill_cli.tools.ranking_metrics import Floats
-from prefill_cli.tools.result_lists import Lists, Result, in_turn, open_result, read_lists
-from prefill_cli.tools.run_inputs import open_inputs
+from prefill_cli.tools.judging.baseline import Baseline, run_baseline
+from prefill_cli.tools.judging.bootstrap import Bootstrap, Tally
+from prefill_cli.tools.judging.catalogue_metrics import ItemCounts
+from prefill_cli.tools.judging.comparison import compare_results
+from prefill_cli.tools.judging.held_out import Sought, Users, find_users
+from prefill_cli.tools.judging.ids import Ints
+from prefill_cli.tools.judging.panel import Panel
+from prefill_cli.tools.judging.popularity import Popularity, count_histories
+from prefill_cli.tools.judging.ranking_metrics import Floats
+from prefill_cli.tools.judging.result_lists import Lists, Result, in_turn, open_result, read_lists
+from prefill_cli.tools.judging.run_inputs import open_inputs
 
 log = logging.getLogger(__name__)
 USUAL_KS = (1, 5, 10, 20, 50, 100)

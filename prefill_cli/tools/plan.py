@@ -26,8 +26,8 @@ from prefill_cli.errors import OutputError, TooManyRejectsError, os_errors_as
 from prefill_cli.job import Job
 from prefill_cli.outcome import Outcome
 from prefill_cli.planning import plan_embed, plan_job
-from prefill_cli.tools import estimate, probe
-from prefill_cli.tools.survey import Group, Loaded, Surveyor, groups_of
+from prefill_cli.tools.forecast import estimate, probe
+from prefill_cli.tools.forecast.survey import Group, Loaded, Surveyor, groups_of
 
 log = logging.getLogger(__name__)
 MOST_ROWS = 200_000  # that are read where nobody says how many

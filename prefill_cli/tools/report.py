@@ -18,14 +18,14 @@ from markupsafe import Markup
 from prefill_cli.data.disk import replacing
 from prefill_cli.data.manifest import SUCCESS
 from prefill_cli.errors import OutputError, UsageError
-from prefill_cli.tools import page
-from prefill_cli.tools.comparison import compare_runs
-from prefill_cli.tools.figures import ListFigures, read_list_figures
-from prefill_cli.tools.panels import panels
-from prefill_cli.tools.plots import require_matplotlib
-from prefill_cli.tools.result_lists import open_result
+from prefill_cli.tools.judging.comparison import compare_runs
+from prefill_cli.tools.judging.result_lists import open_result
+from prefill_cli.tools.reporting import page
+from prefill_cli.tools.reporting.figures import ListFigures, read_list_figures
+from prefill_cli.tools.reporting.panels import panels
+from prefill_cli.tools.reporting.plots import require_matplotlib
+from prefill_cli.tools.reporting.wording import clip
 from prefill_cli.tools.titles import item_texts
-from prefill_cli.tools.wording import clip
 
 TEMPLATE = "report.html.jinja"
 GENERATOR = b'<meta name="generator" content="prefill-score report">'  # how a page of ours is known
@@ -66,7 +66,7 @@ def write_report(query: ReportQuery) -> dict[str, Any]:
 def render(manifest: dict[str, Any], figures: ListFigures, query: ReportQuery) -> bytes:
     """The page, in UTF-8."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "reporting"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

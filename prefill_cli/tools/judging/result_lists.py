@@ -17,7 +17,7 @@ from prefill_cli.data.inputs import natural
 from prefill_cli.data.manifest import damage, read_manifest
 from prefill_cli.errors import OutputError
 from prefill_cli.parquet import open_parquet
-from prefill_cli.tools.ids import Codes, Ints, as_ids, encode, offsets_of, places_of
+from prefill_cli.tools.judging.ids import Codes, Ints, as_ids, encode, offsets_of, places_of
 from prefill_cli.tools.tables import reading
 
 Given = TypeVar("Given")

@@ -10,8 +10,8 @@ from prefill_cli.arrow import is_list, plain_type
 from prefill_cli.data.inputs import InputFile, read_footer
 from prefill_cli.errors import InputError, nearest
 from prefill_cli.parquet import open_parquet
-from prefill_cli.tools.ids import Ints, element_type, item_lists, kind_of_ids
-from prefill_cli.tools.result_lists import Result
+from prefill_cli.tools.judging.ids import Ints, element_type, item_lists, kind_of_ids
+from prefill_cli.tools.judging.result_lists import Result
 from prefill_cli.tools.tables import BATCH_ROWS, reading
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from prefill_cli.data.manifest import differences
-from prefill_cli.tools.figures import ListFigures
-from prefill_cli.tools.wording import count, duration, number, percent, shown_id
+from prefill_cli.tools.reporting.figures import ListFigures
+from prefill_cli.tools.reporting.wording import count, duration, number, percent, shown_id
 
 STAGES = {
     "start": "load, check and compile the model",

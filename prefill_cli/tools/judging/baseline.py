@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefill_cli.errors import InputError
-from prefill_cli.tools.bootstrap import Tally
-from prefill_cli.tools.catalogue_metrics import ItemCounts
-from prefill_cli.tools.held_out import Users, read_ids, rows_of_lists
-from prefill_cli.tools.ids import Ints, find_ids, repeated
-from prefill_cli.tools.panel import Panel
-from prefill_cli.tools.popularity import Popularity, Seen, read_seen
-from prefill_cli.tools.ranking_metrics import user_values
-from prefill_cli.tools.result_lists import Result
-from prefill_cli.tools.run_inputs import RunInputs
+from prefill_cli.tools.judging.bootstrap import Tally
+from prefill_cli.tools.judging.catalogue_metrics import ItemCounts
+from prefill_cli.tools.judging.held_out import Users, read_ids, rows_of_lists
+from prefill_cli.tools.judging.ids import Ints, find_ids, repeated
+from prefill_cli.tools.judging.panel import Panel
+from prefill_cli.tools.judging.popularity import Popularity, Seen, read_seen
+from prefill_cli.tools.judging.ranking_metrics import user_values
+from prefill_cli.tools.judging.result_lists import Result
+from prefill_cli.tools.judging.run_inputs import RunInputs
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from prefill_cli.tools.bootstrap import Tally
-from prefill_cli.tools.held_out import Users
-from prefill_cli.tools.ids import Ints
-from prefill_cli.tools.ranking_metrics import Floats, find_hits, user_values
-from prefill_cli.tools.result_lists import Lists
+from prefill_cli.tools.judging.bootstrap import Tally
+from prefill_cli.tools.judging.held_out import Users
+from prefill_cli.tools.judging.ids import Ints
+from prefill_cli.tools.judging.ranking_metrics import Floats, find_hits, user_values
+from prefill_cli.tools.judging.result_lists import Lists
 
 
 @dataclass

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from prefill_cli.tools import plots
-from prefill_cli.tools.catalogue_metrics import gini
-from prefill_cli.tools.figures import (
+from prefill_cli.tools.judging.catalogue_metrics import gini
+from prefill_cli.tools.reporting import plots
+from prefill_cli.tools.reporting.figures import (
     QUANTILES,
     ListFigures,
     coverage_curve,
@@ -19,7 +19,7 @@ from prefill_cli.tools.figures import (
     ratio,
     shard_bins,
 )
-from prefill_cli.tools.wording import count, number, percent
+from prefill_cli.tools.reporting.wording import count, number, percent
 
 SHOWN_SHARDS, SHARDS_OF_TABLE = 60, 12
 SCORE_BINS = 60

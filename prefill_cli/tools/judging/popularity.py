@@ -8,9 +8,9 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from prefill_cli.tools.ids import Ints, as_ids, encode
-from prefill_cli.tools.result_lists import in_turn
-from prefill_cli.tools.run_inputs import RunInputs
+from prefill_cli.tools.judging.ids import Ints, as_ids, encode
+from prefill_cli.tools.judging.result_lists import in_turn
+from prefill_cli.tools.judging.run_inputs import RunInputs
 
 MERGE_ROWS = 2_000_000  # of counts that wait to be summed
 MANY_ROWS = 1 << 20

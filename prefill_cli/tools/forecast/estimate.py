@@ -19,7 +19,7 @@ from prefill_cli.encoding.budget import STATES_PER_TOKEN
 from prefill_cli.job import Job
 from prefill_cli.scoring.scan import ROOM, SCAN_CELLS
 from prefill_cli.scoring.topk import PASS_BYTES, PASS_QUERIES
-from prefill_cli.tools.survey import Batch, Group
+from prefill_cli.tools.forecast.survey import Batch, Group
 
 SHARDS_AT_WORK = 3  # one is read, one encoded, one finished
 READING_BYTES = 192 << 20  # of a record batch, its text, and what the tokenizer keeps of a batch of texts

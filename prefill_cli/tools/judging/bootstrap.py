@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefill_cli.tools.ids import Ints
-from prefill_cli.tools.ranking_metrics import METRICS, Floats
+from prefill_cli.tools.judging.ids import Ints
+from prefill_cli.tools.judging.ranking_metrics import METRICS, Floats
 
 GROUPS = 8_192
 BLOCK = 128  # replicates whose weights are held as float64 at a time

@@ -28,9 +28,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from prefill_cli.errors import InputError
-from prefill_cli.tools.ids import Ints, encode, find_ids, kind_of_ids, offsets_of, repeated
-from prefill_cli.tools.ranking_metrics import Floats
-from prefill_cli.tools.result_lists import Lists, Result, ids_of, in_turn, open_result, read_lists
+from prefill_cli.tools.judging.ids import Ints, encode, find_ids, kind_of_ids, offsets_of, repeated
+from prefill_cli.tools.judging.ranking_metrics import Floats
+from prefill_cli.tools.judging.result_lists import Lists, Result, ids_of, in_turn, open_result, read_lists
 
 BLOCK_ELEMENTS = 64_000_000  # list elements of OTHER that are held where its users come in another order: 256 MB
 STEP_ELEMENTS = 1 << 19  # sorted at a time

@@ -28,7 +28,7 @@ from prefill_cli.job import CHECKED_PROMPTS, Job
 from prefill_cli.machine import Stopwatch
 from prefill_cli.outcome import Outcome, outcome_of
 from prefill_cli.scoring import kernels as search_kernels
-from prefill_cli.tools.estimate import Timed
+from prefill_cli.tools.forecast.estimate import Timed
 
 log = logging.getLogger(__name__)
 SEARCHED_ROWS = (16, 1_024, 8_192)  # few rows at once cost more each, so as many as there is time for

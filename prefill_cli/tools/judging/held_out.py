@@ -19,9 +19,19 @@ from prefill_cli.data.inputs import find_files, read_footer
 from prefill_cli.data.results import REJECTS_FOLDER
 from prefill_cli.errors import InputError, OutputError, UsageError, nearest
 from prefill_cli.parquet import open_parquet
-from prefill_cli.tools.ids import Codes, Ints, as_ids, find_ids, item_lists, kind_of_ids, offsets_of, places_of, repeated
-from prefill_cli.tools.result_lists import Result, ids_of, read_columns
-from prefill_cli.tools.run_inputs import RunInputs, check_items, open_inputs
+from prefill_cli.tools.judging.ids import (
+    Codes,
+    Ints,
+    as_ids,
+    find_ids,
+    item_lists,
+    kind_of_ids,
+    offsets_of,
+    places_of,
+    repeated,
+)
+from prefill_cli.tools.judging.result_lists import Result, ids_of, read_columns
+from prefill_cli.tools.judging.run_inputs import RunInputs, check_items, open_inputs
 from prefill_cli.tools.tables import reading
 
 MAX_SEGMENTS = 256

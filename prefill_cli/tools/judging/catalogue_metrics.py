@@ -27,10 +27,10 @@ import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
 
-from prefill_cli.tools.ids import Ints
-from prefill_cli.tools.popularity import Popularity
-from prefill_cli.tools.ranking_metrics import Floats
-from prefill_cli.tools.result_lists import Lists
+from prefill_cli.tools.judging.ids import Ints
+from prefill_cli.tools.judging.popularity import Popularity
+from prefill_cli.tools.judging.ranking_metrics import Floats
+from prefill_cli.tools.judging.result_lists import Lists
 
 MERGE_ROWS = 2_000_000  # of counts that wait to be summed
 SPARSE_CELLS = 1 << 23  # above which a chunk's counts are sorted instead of laid out

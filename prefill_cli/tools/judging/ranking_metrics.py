@@ -24,8 +24,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from prefill_cli.tools.ids import Ints
-from prefill_cli.tools.result_lists import Lists
+from prefill_cli.tools.judging.ids import Ints
+from prefill_cli.tools.judging.result_lists import Lists
 
 METRICS = ("recall", "precision", "hit_rate", "ndcg", "mrr", "map")
 Floats = npt.NDArray[np.float64]

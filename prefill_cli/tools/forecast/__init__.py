@@ -1,0 +1,1 @@
+"""What a run will compute, and how long that takes."""

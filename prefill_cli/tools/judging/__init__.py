@@ -1,0 +1,1 @@
+"""How good lists are: metrics, intervals, a baseline, another run beside them."""

@@ -1,0 +1,1 @@
+"""The page of a report: figures, plots, words."""
