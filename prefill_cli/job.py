@@ -17,9 +17,9 @@ from prefill_cli.data.remote_staging import RemoteStaging
 from prefill_cli.data.staging import Staging
 from prefill_cli.data.tokenization import PromptTokenizer
 from prefill_cli.data.vectors import VectorReader
-from prefill_cli.encoding.budget import threads
 from prefill_cli.encoding.encoder import EncoderOptions
 from prefill_cli.encoding.loading import ModelFolder
+from prefill_cli.machine import threads
 from prefill_cli.scoring.heads import Head, PairHead
 from prefill_cli.scoring.items import Items
 from prefill_cli.scoring.kernels import load_kernels

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import logging
 import os
@@ -42,6 +43,23 @@ def free_memory(device: str = "cpu") -> float:
         in_use = _read("/proc/self/statm").split() or ["0"]
         limits.append(max(0.0, addresses - float(in_use[0]) * resource.getpagesize()))
     return min(limits, default=UNKNOWN_MEMORY)
+
+
+@functools.cache
+def threads() -> int:
+    """Those that PyTorch computes with, as it was when this was first asked: a pool whose threads take one each makes one
+    the number that every later thread of the process sees.
+    """
+    import torch
+
+    return torch.get_num_threads()
+
+
+def use_all_threads() -> None:
+    """Let PyTorch compute with all of them in this thread, whatever a pool made of the number."""
+    import torch
+
+    torch.set_num_threads(threads())
 
 
 def cache_bytes() -> float:

@@ -17,7 +17,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(machine_room, "MEMINFO", str(meminfo))
     monkeypatch.setattr(machine_room, "CGROUP_LIMITS", (str(limit),))
     monkeypatch.setattr(machine_room, "CACHES", str(tmp_path / "cache"))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(budget, "threads", lambda: 2)
     return tmp_path
 
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 from conftest import Watcher
 
-from prefill_cli import pipeline
+from prefill_cli import machine, outcome, pipeline
 from prefill_cli.data import results
 from prefill_cli.encoding.prefill import PrefillEncoder
 from prefill_cli.engines.local import run_shards
@@ -88,3 +89,13 @@ def test_a_prompt_that_memory_does_not_hold_is_a_reject(job, monkeypatch):
     totals = job.run(max_rejects="1")
     assert (totals["rows_out"], totals["reject_reasons"]) == (29, {"out_of_memory": 1})
     assert pq.read_table(job.out / results.REJECTS_FOLDER)["source_row"].to_pylist() == [3]
+
+
+def test_search_has_all_cores_though_the_encoders_threads_take_one_each(job, monkeypatch):
+    """What PyTorch tells a new thread is one, once a pool has threads of one: a run's search was left with a single lane."""
+    seen, search = [], outcome.search
+    monkeypatch.setattr(outcome, "search", lambda *given: (seen.append(torch.get_num_threads()), search(*given))[1])
+    job.run(shard_rows=10)
+    job.run(shard_rows=10, output=job.out.with_name("again"))
+    assert seen == [machine.threads()] * 6
+    assert machine.threads() == torch.get_num_threads()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from prefill_cli.machine import cache_bytes, free_memory
+from prefill_cli.machine import cache_bytes, free_memory, threads
 
 CHUNK = {"cpu": 1_024, "mps": 2_048, "cuda": 8_192}  # rows of a position-wise product, by device type
 CHUNKS = (1, 2, 4, 8)  # of a row: the budgets that come into question
@@ -28,21 +28,16 @@ def auto_batch_tokens(hidden_size: int, dtype: str, device: str) -> int:
 
 def affordable(hidden_size: int, dtype: str, device: str, most_bytes: float = float("inf")) -> list[int]:
     """Budgets that a quarter of the free memory and `most_bytes` have room for, ascending; at least the smallest."""
-    lanes = torch.get_num_threads() if device == "cpu" else 1
+    lanes = threads() if device == "cpu" else 1
     token = lanes * STATES_PER_TOKEN * hidden_size * getattr(torch, dtype).itemsize
     room = min(SHARE_OF_MEMORY * free_memory(device), most_bytes)
     chunk = CHUNK[device.partition(":")[0]]
     return [chunk * n for n in CHUNKS if n == 1 or chunk * n * token <= room]
 
 
-def threads() -> int:
-    """Those that PyTorch computes with."""
-    return torch.get_num_threads()
-
-
 def lanes(device: str) -> int:
     """Packed rows at work side by side, by device type."""
-    return min(torch.get_num_threads(), MAX_LANES) if device == "cpu" else 1
+    return min(threads(), MAX_LANES) if device == "cpu" else 1
 
 
 def row_tokens(max_batch_tokens: int, chunk: int) -> int:

@@ -32,6 +32,7 @@ from prefill_cli.encoding.plain import PlainEncoder
 from prefill_cli.encoding.pooling import POOLINGS, finish
 from prefill_cli.encoding.prefix import Sharing, nothing_shared
 from prefill_cli.encoding.varlen import load_varlen
+from prefill_cli.machine import threads
 
 log = logging.getLogger(__name__)
 
@@ -105,9 +106,8 @@ class PrefillEncoder:
         self.max_batch_tokens = max_batch_tokens
         self._limit = TokenLimit(row_tokens(max_batch_tokens, decoder.chunk))
         self._share = share
-        cores = torch.get_num_threads()
         self.lanes = lanes(plain.device.type)
-        self._pool = ThreadPoolExecutor(self.lanes, "prefill", torch.set_num_threads, (max(1, cores // self.lanes),))
+        self._pool = ThreadPoolExecutor(self.lanes, "prefill", torch.set_num_threads, (max(1, threads() // self.lanes),))
 
     def without_sharing(self) -> "PrefillEncoder":
         """The same encoder, which computes equal prompts and shared prefixes again and again."""

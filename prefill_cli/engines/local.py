@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from prefill_cli.data.inputs import Shard
 from prefill_cli.data.staging import Receipt
 from prefill_cli.job import Job
+from prefill_cli.machine import use_all_threads
 from prefill_cli.pipeline import Progress, Worker
 
 T = TypeVar("T")
@@ -35,7 +36,11 @@ def run_shards(job: Job, shards: Sequence[Shard], progress: Progress) -> Generat
 
     try:
         # Left in the order reader, encoder, finisher, each after its last task.
-        with ThreadPoolExecutor(1) as finisher, ThreadPoolExecutor(1) as encoder, ThreadPoolExecutor(1) as reader:
+        with (
+            ThreadPoolExecutor(1, "finish", use_all_threads) as finisher,
+            ThreadPoolExecutor(1) as encoder,
+            ThreadPoolExecutor(1) as reader,
+        ):
             behind: tuple[Shard, Future[Receipt]] | None = None
             try:
                 ahead: Future[Any] = reader.submit(worker.read, shards[0])

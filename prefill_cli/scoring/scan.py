@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from prefill_cli.machine import free_memory
+from prefill_cli.machine import free_memory, threads
 from prefill_cli.scoring.filters import Filters, Pairs
 from prefill_cli.scoring.heads import PairHead, tensor
 from prefill_cli.scoring.items import Items
@@ -81,7 +81,7 @@ class KernelScan:
 
     def __init__(self, items: Items, allowed: npt.NDArray[np.bool_] | None, kernels: Kernels, dtype: str | None) -> None:
         self._items, self._kernels = items, kernels
-        self.lanes = torch.get_num_threads()
+        self.lanes = threads()
         self.pool = ThreadPoolExecutor(self.lanes, "search", torch.set_num_threads, (1,))
         self.dtype = dtype or ("bfloat16" if torch.cpu._is_amx_tile_supported() else "float32")
         self._padded = -(-items.width // 32) * 32 if self.dtype == "bfloat16" else items.width
@@ -342,7 +342,7 @@ class PairScan(TorchScan):
     def __init__(self, items: Items, allowed: npt.NDArray[np.bool_] | None, device: str, head: PairHead) -> None:
         super().__init__(items, allowed, device, "float32")
         self._head, self._scanner = head, head.on(device)
-        self.lanes = torch.get_num_threads() if device == "cpu" else 1
+        self.lanes = threads() if device == "cpu" else 1
         self.pool = ThreadPoolExecutor(self.lanes, "search", torch.set_num_threads, (1,))
         self._block = PAIR_BLOCK if device == "cpu" else 4 * BLOCK_ITEMS
         room = 4 * len(items) * head.hidden <= SHARE_OF_MEMORY * free_memory(device)

@@ -21,9 +21,10 @@ from prefill_cli.config import RunConfig, seconds
 from prefill_cli.data import expected, manifest
 from prefill_cli.data.lengths import histogram
 from prefill_cli.data.staging import Outlook
-from prefill_cli.encoding.budget import lanes, threads
+from prefill_cli.encoding.budget import lanes
 from prefill_cli.errors import OutputError, TooManyRejectsError, os_errors_as
 from prefill_cli.job import Job
+from prefill_cli.machine import threads
 from prefill_cli.outcome import Outcome
 from prefill_cli.planning import plan_embed, plan_job
 from prefill_cli.tools.forecast import estimate, probe

@@ -25,7 +25,7 @@ from prefill_cli.encoding.loading import load_base_model
 from prefill_cli.encoding.prefill import PrefillEncoder
 from prefill_cli.errors import OutputError
 from prefill_cli.job import CHECKED_PROMPTS, Job
-from prefill_cli.machine import Stopwatch
+from prefill_cli.machine import Stopwatch, use_all_threads
 from prefill_cli.outcome import Outcome, outcome_of
 from prefill_cli.scoring import kernels as search_kernels
 from prefill_cli.tools.forecast.estimate import Timed
@@ -119,7 +119,7 @@ def rehearse_finishing(outcome: Outcome, rows: ShardRows, vectors: npt.NDArray[n
     if not (rows.input_ids and len(vectors)):
         return None
     # In a thread of its own, as the run does: how many threads PyTorch takes depends on the thread that asks.
-    with ThreadPoolExecutor(1) as finisher:
+    with ThreadPoolExecutor(1, "finish", use_all_threads) as finisher:
         return finisher.submit(_finish_some, outcome, rows, vectors).result()
 
 
