@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeAlias
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from prefill_cli import __version__, console, metrics, options, signals
+from prefill_cli import __version__, console, metrics, options, signals, views
 from prefill_cli.config import resolve, seconds, size_bytes
 from prefill_cli.errors import Interrupted, ModelError, PrefillScoreError, UsageError
 from prefill_cli.options import CONFIG_FILE, DEFAULTS, takes
@@ -145,7 +145,7 @@ def _plan(config_file: Path | None, given: dict[str, Any], rows: int | None, pro
             from prefill_cli.tools import plan as tool
 
             told = tool.plan(settings, rows, probe_sec, dry_run)
-            console.print_plan(told, settings.json)
+            views.print_plan(told, settings.json)
             if dry_run and (error := tool.too_many_rejects(settings, told)):
                 raise error
 
@@ -185,7 +185,7 @@ def _run(config_file: Path | None, given: dict[str, Any], plan: str, needs: tupl
 
             with console.Progress(messages, settings.quiet) as progress:
                 totals = pipeline.run(settings, run_shards, progress, getattr(pipeline, plan))
-            console.print_summary(totals, settings.json)
+            views.print_summary(totals, settings.json)
             report.succeed(totals)
 
 
@@ -217,7 +217,7 @@ def show(
         from prefill_cli.tools.show import UserQuery, read_lists
 
         query = UserQuery(output, tuple(user or ()), users, top, items, title_column, history_column)
-        console.print_lists(read_lists(query), json)
+        views.print_lists(read_lists(query), json)
 
 
 @app.command(cls=SectionedHelp, short_help="Say how good lists are, and how two runs differ.")
@@ -273,7 +273,7 @@ def evaluate(
 
         ks, replicates = tuple(map(int, top_k.split(","))) if top_k else (), Bootstrap(bootstrap, seed)
         asked = Question(output, truth, truth_file, ks, by, history_column, against, rbo_p, replicates)
-        console.print_evaluated(judge(asked), json)
+        views.print_evaluated(judge(asked), json)
 
 
 @app.command(cls=SectionedHelp, short_help="Write a page with plots about a result.")
@@ -305,7 +305,7 @@ def report(
         from prefill_cli.tools.report import ReportQuery, write_report
 
         query = ReportQuery(output, file, against, items, title_column, overwrite)
-        console.print_report(write_report(query), json)
+        views.print_report(write_report(query), json)
 
 
 @app.command(cls=SectionedHelp, short_help="Say what a file or folder is, and what is wrong with it.")
@@ -328,7 +328,7 @@ def inspect(
 
         settings = resolve({"inputs": [str(p) for p in paths]}, config, needs=())
         findings = [inspect_path(path, settings) for path in paths]
-        console.print_findings(findings, json)
+        views.print_findings(findings, json)
         raise typer.Exit(next((f.exit_code for f in findings if f.exit_code), 0))
 
 
@@ -355,7 +355,7 @@ def cache(
         from prefill_cli.tools import cache as tool
 
         pruned = tool.prune(place(folder), age, size) if prune else None
-        console.print_cache(tool.describe(place(folder)), pruned, json)
+        views.print_cache(tool.describe(place(folder)), pruned, json)
 
 
 Prompts = Annotated[
@@ -409,12 +409,12 @@ def bench(
             from prefill_cli.tools.bench_search import bench_search_only
 
             made_up = tuple(map(int, size.split(","))) if size else ()
-            console.print_search(bench_search_only(settings, made_up, rows, repeat, peer or ()), json)
+            views.print_search(bench_search_only(settings, made_up, rows, repeat, peer or ()), json)
             return
         settings = resolve(given | {"inputs": inputs or []}, config, needs=("model",))
         from prefill_cli.tools import bench as tool
 
-        console.print_bench(tool.bench(settings, rows, repeat, peer or ()), json)
+        views.print_bench(tool.bench(settings, rows, repeat, peer or ()), json)
 
 
 @app.command(cls=SectionedHelp, short_help="Hold the fast encoder to plain Transformers.")
@@ -442,7 +442,7 @@ def verify(
         from prefill_cli.tools import verify as tool
 
         found = tool.verify(settings, rows)
-        console.print_verified(found, json)
+        views.print_verified(found, json)
         raise typer.Exit(ModelError.exit_code if found["status"] == "different" else 0)
 
 

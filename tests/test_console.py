@@ -19,7 +19,7 @@ import pytest
 from conftest import random_prompts, write_prompts
 from typer.testing import CliRunner
 
-from prefill_cli import cli, console
+from prefill_cli import cli, console, views
 from prefill_cli.data.manifest import is_finished
 
 STAMP = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
@@ -325,6 +325,6 @@ def test_a_message_meanwhile_stands_on_a_line_of_its_own(monkeypatch):
 
 
 def test_json_gives_an_object_on_a_terminal_too(line, monkeypatch):
-    monkeypatch.setattr(console, "on_terminal", lambda stream: stream is sys.stdout)
+    monkeypatch.setattr(views, "on_terminal", lambda stream: stream is sys.stdout)
     assert re.search(r"^status +done *$", invoke(*line).stdout, re.M)
     assert json.loads(invoke(*line, "--json").stdout)["status"] == "unchanged"

@@ -20,7 +20,7 @@ from judging import evaluated, random_lists, random_truths, refused, values_of, 
 from scipy import stats
 from typer.testing import CliRunner
 
-from prefill_cli import cli, console
+from prefill_cli import cli, views
 from prefill_cli.tools.judging import bootstrap
 from prefill_cli.tools.judging.bootstrap import Bootstrap, Tally
 
@@ -487,7 +487,7 @@ def sample(tmp_path_factory):
 
 def test_the_document_shows_what_the_command_prints(sample, monkeypatch):
     monkeypatch.chdir(sample)
-    monkeypatch.setattr(console, "on_terminal", lambda _: True)
+    monkeypatch.setattr(views, "on_terminal", lambda _: True)
     line = ["evaluate", "prompts.topk", "--truth", "next_item", "-k", "1,10,50"]
     printed = CliRunner().invoke(cli.app, line, env={"COLUMNS": "100"}).stdout
     shown = re.search(r"```text\n(output  .*?)```", (PROJECT / "docs" / "evaluate.md").read_text(), re.DOTALL)

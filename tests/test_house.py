@@ -39,10 +39,11 @@ ALLOWED = {
     "engines": {"data", "job", "pipeline"},
     "tools": {"data", "encoding", "scoring", "job", "outcome", "planning"},
     "console": set(),
+    "views": {"console"},
     "metrics": {"data"},
     "options": set(),
     "signals": {"console"},
-    "cli": {"console", "engines", "metrics", "options", "pipeline", "signals", "tools"},
+    "cli": {"console", "engines", "metrics", "options", "pipeline", "signals", "tools", "views"},
 }
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import WORDS, random_prompts, write_items, write_prompts
 
-from prefill_cli import console, machine
+from prefill_cli import machine, views
 from prefill_cli.data import expected
 from prefill_cli.data.lengths import bound
 from prefill_cli.encoding import prefill
@@ -339,11 +339,11 @@ def test_too_many_rejects_are_told_and_end_a_dry_run_as_they_would_the_run(mixed
 
 def test_json_and_table_tell_the_same(job, monkeypatch, capsys):
     told = plan(job, probe_sec=1.0)
-    console.print_plan(told, as_json=True)
+    views.print_plan(told, as_json=True)
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(told))
-    monkeypatch.setattr(console, "on_terminal", lambda _: True)
+    monkeypatch.setattr(views, "on_terminal", lambda _: True)
     monkeypatch.setenv("COLUMNS", "100")
-    console.print_plan(told, as_json=False)
+    views.print_plan(told, as_json=False)
     shown = capsys.readouterr().out
     assert f"{told['tokens']:,}, {told['lengths']['mean']:,.0f} a prompt" in shown
     assert "all rows" in shown
@@ -353,7 +353,7 @@ def test_json_and_table_tell_the_same(job, monkeypatch, capsys):
     assert len(drawn) == len(counts)
     assert np.argmax(drawn) == np.argmax(counts)
     assert all(len(line) <= 100 for line in shown.splitlines())
-    console.print_plan(plan(job, rows=10), as_json=False)
+    views.print_plan(plan(job, rows=10), as_json=False)
     shown = capsys.readouterr().out
     assert "a sample of 10 rows" in shown
     assert "not probed" in shown
@@ -373,8 +373,8 @@ def test_an_unchanged_result_needs_no_reading(job, monkeypatch, capsys):
     monkeypatch.setattr(survey.Surveyor, "load", no_model)
     told = plan(job, dry_run=True)
     assert (told["status"], told["rows"]) == ("unchanged", 30)
-    monkeypatch.setattr(console, "on_terminal", lambda _: True)
-    console.print_plan(told, as_json=False)
+    monkeypatch.setattr(views, "on_terminal", lambda _: True)
+    views.print_plan(told, as_json=False)
     assert "unchanged" in capsys.readouterr().out
 
 

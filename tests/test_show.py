@@ -14,7 +14,7 @@ import pytest
 from conftest import HIDDEN, random_prompts, write_prompts
 from typer.testing import CliRunner
 
-from prefill_cli import cli, console
+from prefill_cli import cli, views
 from prefill_cli.data.manifest import MANIFEST
 
 
@@ -286,7 +286,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def seen_on(monkeypatch):
-    """What console.print_lists puts on a terminal with these variables."""
+    """What views.print_lists puts on a terminal with these variables."""
 
     def see(users, stdout=None, **variables) -> str:
         for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "TTY_COMPATIBLE"):
@@ -294,7 +294,7 @@ def seen_on(monkeypatch):
         for name, value in ({"TERM": "xterm-256color", "COLUMNS": "100"} | variables).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(sys, "stdout", stdout or Terminal())
-        console.print_lists(users, as_json=False)
+        views.print_lists(users, as_json=False)
         return sys.stdout.getvalue()
 
     return see
