@@ -1,12 +1,13 @@
 # make run      score the sample data end to end and look at some lists
 # make test     run the tests
+# make movielens  the whole loop on real data: examples/movielens
 # make check    lint, types and tests: what decides whether a change lands
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test lint types check bench sample-data clean
+.PHONY: run test lint types check bench sample-data movielens clean
 
 run: $(READY)
 	$(BIN)/prefill-score run sample_data/prompts.parquet --overwrite
@@ -29,6 +30,16 @@ bench: $(READY)
 
 sample-data: $(READY)
 	$(BIN)/python sample_data/make_sample_data.py
+
+MOVIELENS := ../../$(BIN)/prefill-score
+
+movielens: $(READY)
+	$(BIN)/python examples/movielens/prepare.py
+	$(BIN)/python examples/movielens/train.py --refit
+	cd examples/movielens && $(MOVIELENS) embed out/tokens.parquet --id-column item_id --token-ids-column token_ids --from-lm-head --keep-columns title,year -o out/items.parquet --overwrite
+	cd examples/movielens && $(MOVIELENS) run out/prompts.parquet -o out/topk --overwrite
+	cd examples/movielens && $(MOVIELENS) show out/topk
+	cd examples/movielens && $(MOVIELENS) evaluate out/topk --truth next_item --top-k 10
 
 clean:
 	rm -rf prompts.topk .prompts.topk.* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
