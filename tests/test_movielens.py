@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 import shlex
+import shutil
 import sys
 import zipfile
 from types import ModuleType
@@ -213,44 +214,59 @@ def test_ndcg_counts_the_rank_among_items_not_seen(train):
     assert found == pytest.approx((1 / np.log2(3) + 1) / 2)
 
 
-def test_what_training_writes_is_scored_end_to_end_as_plain_transformers_does(trained, command, tmp_path):
-    from transformers import AutoTokenizer
+def makefile_lines() -> list[list[str]]:
+    """The words of `make movielens`, a list a command, without "cd … &&" and with the variables' values."""
+    recipe = re.search(r"^movielens: .*\n((?:\t.*\n)+)", (PROJECT / "Makefile").read_text(), re.MULTILINE)
+    assert recipe
+    text = recipe[1].replace("cd examples/movielens && $(MOVIELENS)", "prefill-score").replace("$(BIN)/", "")
+    return [shlex.split(line) for line in text.splitlines()]
 
-    out = tmp_path / "topk"
-    done = command(
-        "run", trained / "prompts.parquet", "-m", trained / "model", "-i", trained / "items.parquet", "-o", out, "-k", 5,
-        "--exclude-column", "seen_items", "--keep-columns", "next_item", "--device", "cpu", "--dtype", "float32", "--json",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    totals = json.loads(done.stdout)
+
+def test_the_scripts_and_commands_of_make_movielens_are_these():
+    lines = makefile_lines()
+    scripts = [words[1] for words in lines if words[0] == "python"]
+    assert scripts == ["examples/movielens/prepare.py", "examples/movielens/train.py"]
+    commands = [words[1] for words in lines if words[0] == "prefill-score"]
+    assert commands == ["embed", "run", "show", "evaluate"]
+    assert len(lines) == len(scripts) + len(commands)
+
+
+def test_what_make_movielens_runs_scores_a_trained_model_as_plain_transformers_does(trained, command, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    shutil.copy(EXAMPLE / "prefill-score.toml", tmp_path)
+    shutil.copytree(trained, tmp_path / "out")
+    printed = {}
+    for words in (words for words in makefile_lines() if words[0] == "prefill-score"):
+        done = command(*words[1:], cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        printed[words[1]] = done.stdout
+    totals = json.loads(printed["run"])
     assert (totals["rows_out"], totals["rejects"], totals["unknown_ids"]) == (USERS, 0, 0)
 
-    tests, items = pq.read_table(trained / "prompts.parquet"), pq.read_table(trained / "items.parquet")
+    tests, items = pq.read_table(trained / "prompts.parquet"), pl.read_parquet(tmp_path / "out" / "items.parquet")
+    model = AutoModelForCausalLM.from_pretrained(trained / "model")
+    tokens = pl.read_parquet(trained / "tokens.parquet")
+    assert items["item_id"].to_list() == tokens["item_id"].to_list() == list(range(1, MOVIES + 1))
+    rows = model.get_output_embeddings().weight.detach().numpy()[tokens["token_ids"].list.first().to_numpy()]
+    assert tokens["token_ids"].list.len().to_list() == [1] * MOVIES
+    assert np.array_equal(rows, items["embedding"].to_numpy())
+    assert len(np.unique(rows, axis=0)) == MOVIES
+
     ids = AutoTokenizer.from_pretrained(trained / "model")(tests["prompt"].to_pylist())["input_ids"]
     assert all(row[0] == 1 for row in ids)
     assert not any(2 in row for row in ids), "every word of a prompt is in the vocabulary"
-    matrix = np.stack(items["embedding"].to_numpy(zero_copy_only=False))
-    vectors = reference_vectors(trained / "model", ids)
-    lists = pq.read_table(out)
-    assert lists["next_item"].to_pylist() == tests["next_item"].to_pylist()
+    vectors, lists, wanted = reference_vectors(trained / "model", ids), pq.read_table(tmp_path / "out" / "topk"), []
     for row in range(USERS):
-        seen = set(tests["seen_items"][row].as_py())
-        free = np.array([i for i, item in enumerate(items["item_id"].to_pylist()) if item not in seen])
-        found, scores = reference_top_k(vectors[row : row + 1], matrix[free], 5)
+        free = np.setdiff1d(np.arange(MOVIES), np.array(tests["seen_items"][row].as_py()) - 1)
+        found, scores = reference_top_k(vectors[row : row + 1], rows[free], MOVIES)
         assert lists["scores"][row].as_py() == pytest.approx(scores[0], abs=1e-4)
-        assert set(lists["item_ids"][row].as_py()) == {items["item_id"][int(i)].as_py() for i in free[found[0]]}
-
-
-def test_an_item_s_embedding_is_its_token_s_row_of_the_vocabulary(trained):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(trained / "model")
-    items = pl.read_parquet(trained / "items.parquet")
-    tokens = items["token_ids"].list.first().to_numpy()
-    assert items["token_ids"].list.len().to_list() == [1] * MOVIES
-    rows = model.get_output_embeddings().weight.detach().numpy()[tokens]
-    assert np.array_equal(rows, items["embedding"].to_numpy())
-    assert len(np.unique(rows, axis=0)) == MOVIES
+        assert set(lists["item_ids"][row].as_py()) == set((free[found[0]] + 1).tolist())
+        wanted.append(lists["item_ids"][row].as_py().index(tests["next_item"][row].as_py()) + 1)
+    ranks = np.array(wanted)
+    judged = json.loads(printed["evaluate"])["metrics"]
+    assert judged["hit_rate"]["10"]["mean"] == pytest.approx((ranks <= 10).mean())
+    assert judged["ndcg"]["10"]["mean"] == pytest.approx(np.where(ranks <= 10, 1 / np.log2(ranks + 1), 0).mean())
 
 
 def test_two_trainings_with_one_seed_give_the_same_items(trained, train, data, tmp_path):
@@ -258,8 +274,7 @@ def test_two_trainings_with_one_seed_give_the_same_items(trained, train, data, t
     model, epochs = train.fit(found, epochs=2, seed=1)
     assert epochs == 2
     model.save(tmp_path / "again")
-    once = pl.read_parquet(trained / "items.parquet")["embedding"].to_numpy()
-    assert np.array_equal(once, model.llama.model.embed_tokens.weight.detach()[train.FIRST_MOVIE :].numpy())
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (trained / "model" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("loss", ["bce", "ce"])
@@ -280,17 +295,3 @@ def test_sasrec_s_negatives_are_never_in_the_history(sasrec):
     found = sasrec.negatives_of([1, 2, 3, 4] * 20, 6, np.random.default_rng(0))
     assert len(found) == 79
     assert set(found) == {5, 6}
-
-
-def test_the_commands_of_make_movielens_are_ones_that_the_programs_know(command):
-    makefile = (PROJECT / "Makefile").read_text()
-    recipe = re.search(r"^movielens: .*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
-    assert recipe
-    lines = [shlex.split(line) for line in recipe[1].replace("$(BIN)", "BIN").splitlines()]
-    scripts = [words[1] for words in lines if words[0] == "BIN/python"]
-    assert scripts == ["examples/movielens/prepare.py", "examples/movielens/train.py"]
-    assert all((PROJECT / script).exists() for script in scripts)
-    for words in (words for words in lines if words[0] == "BIN/prefill-score"):
-        known = command(words[1], "--help").stdout
-        for option in (word for word in words if word.startswith("--")):
-            assert option in known, (words[1], option)
