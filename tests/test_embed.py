@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from prefill_cli import pipeline, planning
 from prefill_cli.config import RunConfig
 from prefill_cli.data import file_staging
-from prefill_cli.data.disk import read_json
+from prefill_cli.data.disk import read_json, write_json
 from prefill_cli.engines.local import run_shards
 from prefill_cli.errors import InputError, ItemsError, ModelError, OutputError, TooManyRejectsError, UsageError
 from prefill_cli.places import Uri
@@ -188,6 +188,16 @@ def test_a_run_does_not_replace_vectors_either(shelf, tmp_path):
     with pytest.raises(OutputError, match="which is vectors, and this command makes lists"):
         shelf.do(pipeline.plan_job, shelf.titles, id_column="item_id", prompt_column="title", output=tmp_path / "folder",
                  items=write_own(tmp_path / "own.parquet"), overwrite=True)  # fmt: skip
+
+
+def test_leftovers_of_the_other_command_are_no_result(shelf, tmp_path, monkeypatch):
+    """Nothing is lost with them: an embed that was killed before its first receipt, then a run of the same name."""
+    folder = tmp_path / ".both.staging"
+    folder.mkdir()
+    write_json(folder / "run.json", {"fingerprint": {"result": "vectors"}, "choices": {}})
+    done = shelf.do(pipeline.plan_job, shelf.titles, id_column="item_id", prompt_column="title", output=tmp_path / "both",
+                    items=write_own(tmp_path / "own.parquet"))  # fmt: skip
+    assert (done["status"], folder.exists()) == ("done", False)
 
 
 def columns_of(out: Path) -> pa.Table:

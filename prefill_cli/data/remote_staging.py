@@ -27,7 +27,7 @@ from prefill_cli.data.disk import from_json, to_json
 from prefill_cli.data.inputs import Shard
 from prefill_cli.data.manifest import MANIFEST, SUCCESS, Fingerprint, is_manifest
 from prefill_cli.data.results import REJECTS_FOLDER
-from prefill_cli.data.staging import Outlook, Receipt, part_name, refuse_unless
+from prefill_cli.data.staging import Outlook, Receipt, check_replaceable, part_name, refuse_unless
 from prefill_cli.errors import OutputError
 from prefill_cli.places import Place, Uri, beside, is_uri
 
@@ -128,8 +128,8 @@ class RemoteStaging:
         if foreign and current is None:
             raise OutputError(f"{self.out}: holds {foreign[0]}, which no run of prefill-score made; name another --output")
         published = self._finished(current, files)
-        if published not in (None, fingerprint):
-            refuse_unless(overwrite, f"{self.out} holds the result of another run", published or {}, fingerprint)
+        if published is not None and published != fingerprint:
+            check_replaceable(self.out, overwrite, published, fingerprint)
         return files, current, published
 
     def _begin(self, fingerprint: Fingerprint, choices: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:

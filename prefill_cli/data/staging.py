@@ -164,7 +164,7 @@ class Staging:
         """That OUT may be replaced."""
         self._check_ours()
         if (old := self._published()) is not None:
-            refuse_unless(overwrite, f"{self.out} holds the result of another run", old, fingerprint)
+            check_replaceable(self.out, overwrite, old, fingerprint)
 
     def _check_ours(self) -> None:
         """That OUT is absent, empty, or made by a run of ours."""
@@ -313,10 +313,19 @@ def part_name(shard: Shard) -> str:
     return f"part-{shard.index:05d}.parquet"
 
 
-def refuse_unless(overwrite: bool, what: str, old: Fingerprint, new: Fingerprint) -> None:
-    kinds = [fingerprint.get("result", "lists") for fingerprint in (old, new)]
-    if old and kinds[0] != kinds[1]:  # an --overwrite that a file of options holds was not meant for this
+def check_replaceable(out: Place, overwrite: bool, old: Fingerprint, new: Fingerprint) -> None:
+    """That the result of one run may be replaced by that of another.
+
+    Raises:
+        OutputError: `overwrite` is not given, or one is lists and the other vectors.
+    """
+    what, kinds = f"{out} holds the result of another run", [found.get("result", "lists") for found in (old, new)]
+    if kinds[0] != kinds[1]:  # an --overwrite that a file of options holds was not meant for this
         raise OutputError(f"{what}, which is {kinds[0]}, and this command makes {kinds[1]}; name another --output")
+    refuse_unless(overwrite, what, old, new)
+
+
+def refuse_unless(overwrite: bool, what: str, old: Fingerprint, new: Fingerprint) -> None:
     if not overwrite:
         raise OutputError(f"{what}; different: {differences(old, new)}. Give --overwrite to replace it")
 
