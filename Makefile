@@ -36,8 +36,15 @@ MOVIELENS := ../../$(BIN)/prefill-score
 movielens: $(READY)
 	$(BIN)/python examples/movielens/prepare.py
 	$(BIN)/python examples/movielens/train.py --refit
-	cd examples/movielens && $(MOVIELENS) embed out/tokens.parquet --id-column item_id --token-ids-column token_ids --from-lm-head --keep-columns title,year -o out/items.parquet --overwrite
-	cd examples/movielens && $(MOVIELENS) run out/prompts.parquet -o out/topk --overwrite
+	cd examples/movielens && $(MOVIELENS) embed out/tokens.parquet -m out/model-1 --id-column item_id --token-ids-column token_ids --from-lm-head --keep-columns title,year -o out/items-1.parquet --overwrite
+	cd examples/movielens && $(MOVIELENS) embed out/tokens.parquet -m out/model-2 --id-column item_id --token-ids-column token_ids --from-lm-head --keep-columns title,year -o out/items-2.parquet --overwrite
+	cd examples/movielens && $(MOVIELENS) run out/prompts.parquet -m out/model-1 -i out/items-1.parquet -o out/one --overwrite
+	cd examples/movielens && $(MOVIELENS) evaluate out/one --truth next_item --top-k 10
+	cd examples/movielens && $(MOVIELENS) embed out/prompts.parquet -m out/model-1 --keep-columns seen_items,next_item -o out/users-1.parquet --overwrite
+	cd examples/movielens && $(MOVIELENS) embed out/prompts.parquet -m out/model-2 --keep-columns seen_items,next_item -o out/users-2.parquet --overwrite
+	$(BIN)/python examples/movielens/side_by_side.py examples/movielens/out/items-1.parquet examples/movielens/out/items-2.parquet -o examples/movielens/out/items.parquet
+	$(BIN)/python examples/movielens/side_by_side.py examples/movielens/out/users-1.parquet examples/movielens/out/users-2.parquet -o examples/movielens/out/users.parquet
+	cd examples/movielens && $(MOVIELENS) search out/users.parquet -o out/topk --overwrite
 	cd examples/movielens && $(MOVIELENS) show out/topk
 	cd examples/movielens && $(MOVIELENS) evaluate out/topk --truth next_item --top-k 10
 

@@ -3,11 +3,14 @@
 import hashlib
 import importlib.util
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import zipfile
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -87,7 +90,7 @@ def data(rows, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(data, train):
-    """The folder after training for two epochs."""
+    """The folder after training of two models for two epochs, one process each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train.py", "--data", str(data), "--epochs", "2"])
         train.main()
@@ -225,56 +228,93 @@ def makefile_lines() -> list[list[str]]:
 def test_the_scripts_and_commands_of_make_movielens_are_these():
     lines = makefile_lines()
     scripts = [words[1] for words in lines if words[0] == "python"]
-    assert scripts == ["examples/movielens/prepare.py", "examples/movielens/train.py"]
+    assert scripts == [f"examples/movielens/{name}.py" for name in ("prepare", "train", "side_by_side", "side_by_side")]
     commands = [words[1] for words in lines if words[0] == "prefill-score"]
-    assert commands == ["embed", "run", "show", "evaluate"]
+    assert commands == ["embed", "embed", "run", "evaluate", "embed", "embed", "search", "show", "evaluate"]
     assert len(lines) == len(scripts) + len(commands)
 
 
-def test_what_make_movielens_runs_scores_a_trained_model_as_plain_transformers_does(trained, command, tmp_path):
+@pytest.fixture(scope="module")
+def made(trained, tmp_path_factory):
+    """The folder in which all that follows the training was done, and what was printed, by command."""
+    folder = tmp_path_factory.mktemp("made")
+    shutil.copy(EXAMPLE / "prefill-score.toml", folder)
+    shutil.copytree(trained, folder / "out")
+    printed: dict[str, list[str]] = {}
+    for words in makefile_lines()[2:]:
+        line = [sys.executable, "-m", "prefill_cli", *words[1:]]
+        if words[0] == "python":
+            line = [sys.executable, str(PROJECT / words[1]), *(w.removeprefix("examples/movielens/") for w in words[2:])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(PROJECT), os.environ.get("PYTHONPATH", "")])}
+        done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stderr
+        printed.setdefault(words[1], []).append(done.stdout)
+    return folder / "out", printed
+
+
+def items_and_users(out: Path, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """What plain Transformers gives of a model: rows of the movies [N, d], and states after the histories [n, d]."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    shutil.copy(EXAMPLE / "prefill-score.toml", tmp_path)
-    shutil.copytree(trained, tmp_path / "out")
-    printed = {}
-    for words in (words for words in makefile_lines() if words[0] == "prefill-score"):
-        done = command(*words[1:], cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        printed[words[1]] = done.stdout
-    totals = json.loads(printed["run"])
-    assert (totals["rows_out"], totals["rejects"], totals["unknown_ids"]) == (USERS, 0, 0)
-
-    tests, items = pq.read_table(trained / "prompts.parquet"), pl.read_parquet(tmp_path / "out" / "items.parquet")
-    model = AutoModelForCausalLM.from_pretrained(trained / "model")
-    tokens = pl.read_parquet(trained / "tokens.parquet")
-    assert items["item_id"].to_list() == tokens["item_id"].to_list() == list(range(1, MOVIES + 1))
-    rows = model.get_output_embeddings().weight.detach().numpy()[tokens["token_ids"].list.first().to_numpy()]
+    folder, tokens = out / f"model-{number}", pl.read_parquet(out / "tokens.parquet")
     assert tokens["token_ids"].list.len().to_list() == [1] * MOVIES
-    assert np.array_equal(rows, items["embedding"].to_numpy())
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    rows = model.get_output_embeddings().weight.detach().numpy()[tokens["token_ids"].list.first().to_numpy()]
     assert len(np.unique(rows, axis=0)) == MOVIES
-
-    ids = AutoTokenizer.from_pretrained(trained / "model")(tests["prompt"].to_pylist())["input_ids"]
+    ids = AutoTokenizer.from_pretrained(folder)(pl.read_parquet(out / "prompts.parquet")["prompt"].to_list())["input_ids"]
     assert all(row[0] == 1 for row in ids)
     assert not any(2 in row for row in ids), "every word of a prompt is in the vocabulary"
-    vectors, lists, wanted = reference_vectors(trained / "model", ids), pq.read_table(tmp_path / "out" / "topk"), []
+    return rows, reference_vectors(folder, ids)
+
+
+def check_lists(out: Path, result: str, vectors: np.ndarray, rows: np.ndarray, judged: str) -> None:
+    """That lists and their judgement are those of vectors [n, d] and rows [N, d], the seen movies left out."""
+    tests, lists, wanted = pq.read_table(out / "prompts.parquet"), pq.read_table(out / result), []
     for row in range(USERS):
         free = np.setdiff1d(np.arange(MOVIES), np.array(tests["seen_items"][row].as_py()) - 1)
         found, scores = reference_top_k(vectors[row : row + 1], rows[free], MOVIES)
         assert lists["scores"][row].as_py() == pytest.approx(scores[0], abs=1e-4)
         assert set(lists["item_ids"][row].as_py()) == set((free[found[0]] + 1).tolist())
         wanted.append(lists["item_ids"][row].as_py().index(tests["next_item"][row].as_py()) + 1)
-    ranks = np.array(wanted)
-    judged = json.loads(printed["evaluate"])["metrics"]
-    assert judged["hit_rate"]["10"]["mean"] == pytest.approx((ranks <= 10).mean())
-    assert judged["ndcg"]["10"]["mean"] == pytest.approx(np.where(ranks <= 10, 1 / np.log2(ranks + 1), 0).mean())
+    ranks, metrics = np.array(wanted), json.loads(judged)["metrics"]
+    assert metrics["hit_rate"]["10"]["mean"] == pytest.approx((ranks <= 10).mean())
+    assert metrics["ndcg"]["10"]["mean"] == pytest.approx(np.where(ranks <= 10, 1 / np.log2(ranks + 1), 0).mean())
+
+
+def test_one_model_scores_as_plain_transformers_does(made):
+    out, printed = made
+    totals = json.loads(printed["run"][0])
+    assert (totals["rows_out"], totals["rejects"], totals["unknown_ids"]) == (USERS, 0, 0)
+    rows, vectors = items_and_users(out, 1)
+    items = pl.read_parquet(out / "items-1.parquet")
+    assert items["item_id"].to_list() == list(range(1, MOVIES + 1))
+    assert np.array_equal(rows, items["embedding"].to_numpy())
+    check_lists(out, "one", vectors, rows, printed["evaluate"][0])
+
+
+def test_two_models_side_by_side_score_by_the_sum_of_both(made):
+    out, printed = made
+    pairs = [items_and_users(out, number) for number in (1, 2)]
+    rows, vectors = (np.concatenate(both, axis=1) for both in zip(*pairs, strict=True))
+    assert not np.array_equal(pairs[0][0], pairs[1][0])
+    check_lists(out, "topk", vectors, rows, printed["evaluate"][1])
+
+
+def test_vectors_of_other_rows_are_not_put_side_by_side(made, tmp_path):
+    out, _ = made
+    side_by_side = load("side_by_side").side_by_side
+    pq.write_table(pq.read_table(out / "items-2.parquet").slice(1), tmp_path / "other.parquet")
+    with pytest.raises(SystemExit, match=r"other\.parquet: its ids are not those of .*items-1\.parquet, row by row"):
+        side_by_side([out / "items-1.parquet", tmp_path / "other.parquet"])
 
 
 def test_two_trainings_with_one_seed_give_the_same_items(trained, train, data, tmp_path):
-    found = train.read(data)
-    model, epochs = train.fit(found, epochs=2, seed=1)
-    assert epochs == 2
-    model.save(tmp_path / "again")
-    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (trained / "model" / "model.safetensors").read_bytes()
+    for seed in (1, 2):
+        model, epochs = train.fit(train.read(data), epochs=2, seed=seed)
+        assert epochs == 2
+        model.save(tmp_path / f"model-{seed}")
+        name = f"model-{seed}/model.safetensors"
+        assert (tmp_path / name).read_bytes() == (trained / name).read_bytes()
 
 
 @pytest.mark.parametrize("loss", ["bce", "ce"])

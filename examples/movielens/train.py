@@ -1,11 +1,11 @@
 """A small Llama in which every movie is a token, trained from scratch to say which movie comes next.
 
-    python examples/movielens/train.py [--data examples/movielens/out] [--seed 1] [--epochs 60] [--refit]
+    python examples/movielens/train.py [--data examples/movielens/out] [--seeds 1 2] [--epochs 60] [--refit]
 
 Reads train.parquet (all but each user's last two), valid.parquet (the last but one; when to stop) and movies.parquet. It
 does not open prompts.parquet, where the test item is. Writes into the same folder:
 
-model/          a 2-layer Llama, 128 wide, and a tokenizer that knows a word for each movie
+model-1/        a 2-layer Llama, 128 wide, and a tokenizer that knows a word for each movie; one for each seed
 tokens.parquet  item_id, title, year, genres, token_ids: the movie's one token, for `prefill-score embed --from-lm-head`
 
 At every position of a history the hidden state is multiplied with the rows of all movies (input and output share them) and
@@ -24,6 +24,8 @@ helps (README.md has the figures):
 import argparse
 import copy
 import dataclasses
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -265,7 +267,7 @@ def fit(data: Data, epochs: int, seed: int, *, judge: bool = True) -> tuple[Reco
             continue
         score = validate(mean, data) if judge else float(epoch)
         said = f", validation NDCG@10 {score:.4f}" if judge else ""
-        print(f"epoch {epoch}: loss {np.mean(losses):.3f}{said}, {time.monotonic() - began:.0f} s", flush=True)
+        print(f"seed {seed}, epoch {epoch}: loss {np.mean(losses):.3f}{said}, {time.monotonic() - began:.0f} s", flush=True)
         waited = 0 if score > best else waited + 1
         if score > best:
             best, chosen, kept = score, epoch, {name: value.clone() for name, value in mean.state_dict().items()}
@@ -284,24 +286,35 @@ def with_validation(data: Data) -> Data:
     return dataclasses.replace(data, train=grown)
 
 
+def train(folder: Path, epochs: int, refit: bool, seed: int) -> None:
+    """One model, from `folder` into `folder`/model-<seed>."""
+    torch.set_num_threads(1)  # matrices are small; and the result does not depend on the number of cores
+    data = read(folder)
+    model, epochs = fit(data, epochs, seed)
+    print(f"seed {seed}: best after {epochs} epochs, validation NDCG@10 {validate(model, data):.4f}", flush=True)
+    if refit:
+        model, _ = fit(with_validation(data), epochs, seed, judge=False)
+    model.save(folder / f"model-{seed}")
+    make_tokenizer(data).save_pretrained(folder / f"model-{seed}")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a small causal LM on MovieLens histories.")
+    parser = argparse.ArgumentParser(description="Train small causal LMs on MovieLens histories, one a seed, side by side.")
     parser.add_argument("--data", type=Path, default=Path(__file__).parent / "out")
     parser.add_argument("--epochs", type=int, default=EPOCHS)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--refit", action="store_true", help="then train again, on the validation item too")
     args = parser.parse_args()
-    torch.set_num_threads(1)  # matrices are small; and the result does not depend on the number of cores
-    data = read(args.data)
-    model, epochs = fit(data, args.epochs, args.seed)
-    print(f"best after {epochs} epochs: validation NDCG@10 {validate(model, data):.4f}, seen items excluded", flush=True)
-    if args.refit:
-        print("again, with the validation item", flush=True)
-        model, _ = fit(with_validation(data), epochs, args.seed, judge=False)
-    model.save(args.data / "model")
-    make_tokenizer(data).save_pretrained(args.data / "model")
-    tokens = pl.Series([[FIRST_MOVIE + i] for i in range(len(data.movies))], dtype=pl.List(pl.Int64))
-    data.movies.with_columns(token_ids=tokens).write_parquet(args.data / "tokens.parquet")
+    if len(args.seeds) == 1:
+        train(args.data, args.epochs, args.refit, args.seeds[0])
+    else:  # a process each, because each takes one core
+        line = [sys.executable, __file__, "--data", str(args.data), "--epochs", str(args.epochs), *["--refit"] * args.refit]
+        trainings = [subprocess.Popen([*line, "--seeds", str(seed)]) for seed in args.seeds]
+        if max(training.wait() for training in trainings):
+            sys.exit("a training failed")
+    movies = read(args.data).movies
+    tokens = pl.Series([[FIRST_MOVIE + i] for i in range(len(movies))], dtype=pl.List(pl.Int64))
+    movies.with_columns(token_ids=tokens).write_parquet(args.data / "tokens.parquet")
 
 
 if __name__ == "__main__":
