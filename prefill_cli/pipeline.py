@@ -29,6 +29,7 @@ from prefill_cli.encoding.loading import load_base_model
 from prefill_cli.encoding.stored import StoredVectors
 from prefill_cli.errors import ModelError, OutputError, TooManyRejectsError, os_errors_as
 from prefill_cli.job import CHECKED_PROMPTS, Job
+from prefill_cli.machine import threads
 from prefill_cli.outcome import only_finite, outcome_of
 from prefill_cli.places import beside
 from prefill_cli.planning import plan_embed, plan_job, plan_search
@@ -212,6 +213,7 @@ class Worker:
             "batches": encoded.batches,
             "encoder": done.encoder,
             "max_batch_tokens": done.max_batch_tokens,
+            "threads": threads(),
             "start_sec": done.start_sec,
             "read_sec": done.read.sec,
             "cache_sec": done.read.cache_sec + cache_sec,

@@ -76,7 +76,7 @@ def manifest_of(
         "environment": manifest.environment(),
         "totals": totals,
         "lengths": {str(bound): lengths[bound] for bound in sorted(lengths)},
-        "shards": {name: [receipt.get(name, 0) for receipt in receipts] for name in SUMMED},
+        "shards": {name: [receipt.get(name, 0) for receipt in receipts] for name in (*SUMMED, "threads")},
         **({"expected": expectation | {"error": totals["wall_sec"] / expectation["wall_sec"] - 1}} if expectation else {}),
     }
 
