@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from prefill_cli import __version__, console, metrics, options, signals, views
-from prefill_cli.config import resolve, seconds, size_bytes
+from prefill_cli.config import option, resolve, seconds, size_bytes
 from prefill_cli.errors import Interrupted, ModelError, PrefillScoreError, UsageError
 from prefill_cli.options import CONFIG_FILE, DEFAULTS, takes
 from prefill_cli.places import place
@@ -67,6 +67,7 @@ Number: TypeAlias = int | None
 File: TypeAlias = Path | None
 Switch: TypeAlias = bool | None
 INPUTS = Annotated[list[str], typer.Argument(metavar="INPUT", help="Parquet files, folders or globs.")]
+INPUTS_OR_NONE = Annotated[list[str] | None, typer.Argument(metavar="INPUT", help="Parquet files, folders or globs.")]
 SAMPLE = Annotated[int | None, typer.Option("--rows", min=1, help="Read a sample of so many rows, not all up to 200,000.")]
 TRIAL = Annotated[str, typer.Option("--probe", metavar="10s", help="How long the model is tried; 0: not at all.")]
 PROBE = "10s"
@@ -119,9 +120,10 @@ def embed(config: Path | None, **given: Any) -> None:
 @takes(
     *options.PROMPT, *options.LENGTH, *options.MODEL, *options.SCORE, *options.OUTPUT, "shard_rows", *options.ENCODING,
     *options.UNATTENDED, *options.PERMISSION, *options.MESSAGES,
-    inputs=INPUTS,
+    inputs=(INPUTS_OR_NONE, None),
     rows=(SAMPLE, None),
     probe=(TRIAL, PROBE),
+    **options.OF_SCALE,
 )  # fmt: skip
 def plan(config: Path | None, rows: int | None, probe: str, **given: Any) -> None:
     """Read and tokenise prompts and tell what a run would compute of them, in how much memory and time.
@@ -130,9 +132,48 @@ def plan(config: Path | None, rows: int | None, probe: str, **given: Any) -> Non
     encodes some of the batches on this device. No result is written. The run that follows says
     in its manifest how wrong the expected time was.
 
+    With --nodes it tells hours, cost and requests of many more prompts on many workers, from the
+    probe or from a run that is done (docs/scale.md).
+
     Example: prefill-score plan prompts.parquet -m ./model -i items.parquet
+
+    Example: prefill-score plan --measured prompts.topk --nodes 1,8,64 --prompts 1M,100M
     """
-    _plan(config, given, rows, probe, dry_run=False)
+    texts = {name: given.pop(name) for name in options.OF_SCALE}
+    if texts["nodes"] is None:
+        with exits(given["log_format"] or "text"):
+            if others := [option(name) for name, text in texts.items() if text is not None]:
+                raise UsageError(f"{others[0]} goes with --nodes N,N, the numbers of workers")
+            if not given["inputs"]:
+                raise UsageError("Missing argument 'INPUT...': name Parquet files, folders or globs")
+        _plan(config, given, rows, probe, dry_run=False)
+    else:
+        _scale(config, given, texts, (rows, probe))
+
+
+def _scale(config_file: Path | None, given: dict[str, Any], texts: dict[str, Any], trial: tuple[int | None, str]) -> None:
+    """`plan --nodes`. trial: --rows and --probe."""
+    with exits(given["log_format"] or "text"):
+        output = texts["measured"]
+        if bool(given["inputs"]) == bool(output):
+            raise UsageError(
+                "--nodes needs a worker's pace: from INPUT, by a probe, or from --measured OUTPUT; give one of them"
+            )
+        settings = resolve(given | {"inputs": given["inputs"] or []}, config_file, needs=() if output else ("model",))
+        with exits(settings.log_format):
+            console.listen(settings.log_format, settings.quiet, True)
+            from prefill_cli.tools import scale as tool
+
+            question, (rows, probe) = tool.ask(texts), trial
+            if output:
+                told = tool.scale_measured(question, output, given["shard_rows"])
+            else:
+                told = tool.scale_probed(question, settings, rows, _probe_sec(probe))
+            views.print_scale(told, settings.json)
+
+
+def _probe_sec(text: str) -> float:
+    return 0.0 if text.strip() in ("0", "0s") else seconds(text, "--probe")
 
 
 def _plan(config_file: Path | None, given: dict[str, Any], rows: int | None, probe: str, dry_run: bool) -> None:
@@ -141,7 +182,7 @@ def _plan(config_file: Path | None, given: dict[str, Any], rows: int | None, pro
         settings = resolve(given, config_file, needs=("model", "items") if dry_run else ("model",))
         with exits(settings.log_format):
             console.listen(settings.log_format, settings.quiet, True)
-            probe_sec = 0.0 if probe.strip() in ("0", "0s") else seconds(probe, "--probe")
+            probe_sec = _probe_sec(probe)
             from prefill_cli.tools import plan as tool
 
             told = tool.plan(settings, rows, probe_sec, dry_run)

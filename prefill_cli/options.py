@@ -134,6 +134,28 @@ OF_EMBED = {  # told in other words there
     ),
     "cache": opt("cache", "Folder of vectors that are kept between runs.", RUN),
 }  # fmt: skip
+SCALE = "On many workers"
+
+
+def _scale(
+    text: str, flag: str, metavar: str, shown: str | bool = False, kind: Any = str, least: int | None = None
+) -> tuple[Any, None]:
+    """An option of `plan --nodes`; what applies where it is not given is decided in tools/scale.py."""
+    told = typer.Option(flag, metavar=metavar, help=text, rich_help_panel=SCALE, show_default=shown, min=least)
+    return Annotated[kind | None, told], None
+
+
+OF_SCALE = {
+    "nodes": _scale("Simulate so many workers.", "--nodes", "N,N"),
+    "prompts": _scale("How many prompts.", "--prompts", "N,N", "1M,100M,1B"),
+    "measured": _scale("A finished run's folder, whose pace is a worker's. Without it: INPUT and a probe.", "--measured",
+                       "OUTPUT", kind=Path),
+    "failures": _scale("Mean time between the deaths of a worker; 0: none.", "--failures", "1000h", "1000h"),
+    "launch": _scale("Until a worker, or one in a dead one's place, can load its model.", "--launch", "10s", "10s"),
+    "cost": _scale("What an hour of a worker costs.", "--cost", "PRICE", "1"),
+    "cores": _scale("Cores of a worker, where the measured one had another number.", "--cores", "N", kind=int,
+                    least=1),
+}  # fmt: skip
 CONFIG_FILE = Annotated[
     Path | None, typer.Option("--config", help="Read options from this TOML file.", show_default="./prefill-score.toml")
 ]

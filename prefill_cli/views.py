@@ -216,6 +216,69 @@ def _expected_rows(expected: dict[str, Any] | None) -> dict[str, str]:
     }
 
 
+SCALE_COLUMNS = ("prompts", "workers", "shards", "hours", "95 %", "busy", "idle", "cost", "requests", "advised")
+
+
+def print_scale(told: dict[str, Any], as_json: bool) -> None:
+    """What `plan --nodes` found: a table, what it stands on and what follows, on a terminal; one JSON object otherwise."""
+    if as_json or not on_terminal(sys.stdout):
+        give(json.dumps(told, ensure_ascii=False))
+        return
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in SCALE_COLUMNS:
+        table.add_column(name, justify="right")
+    for row in told["forecasts"]:
+        off = max(1 - row["hours_low"] / row["hours"], row["hours_high"] / row["hours"] - 1)
+        table.add_row(
+            _spelled(row["prompts"]), f"{row['workers']:,}", _spelled(row["shards"]), _short_number(row["hours"]),
+            f"±{off:.1%}", f"{row['efficiency']:.0%}", f"{row['idle']:.0%}", _short_number(row["cost"]),
+            _spelled(row["requests"]["total"]), f"{row['advised_shard_rows']:,}",
+        )  # fmt: skip
+    rich_console().print(table)
+    worker = told["worker"]
+    give(f"\na worker: {worker['device']}, {worker['dtype']}, {worker['threads']} threads, as in {worker['as']}")
+    figures = told["figures"].items()
+    print_table([(name.replace("_", " "), f"{_short_number(f['value'])}, {f['from']}") for name, f in figures])
+    if notes := _scale_notes(told):
+        give("\n" + "\n".join(notes))
+
+
+def _scale_notes(told: dict[str, Any]) -> list[str]:
+    """What somebody should know who plans with these figures."""
+    notes, size = [], told["shard_rows"]
+    for row in told["forecasts"]:
+        where = f"{_spelled(row['prompts'])} prompts on {row['workers']:,} workers"
+        if (advised := row["advised_shard_rows"]) != size:
+            tried = {found["shard_rows"]: found for found in row["shard_sizes"]}
+            was, now = tried[size], tried[advised]
+            notes.append(
+                f"{where}: --shard-rows {advised} takes {_short_number(now['hours'])} h for {_short_number(was['hours'])} h "
+                f"with {size}; workers are idle at the end {now['idle']:.0%} of their time for {was['idle']:.0%}"
+            )
+        if row["given_up_shards"] > 0:
+            notes.append(f"{where}: {row['given_up_shards']:.2g} shards would be given up after three deaths each")
+    if (times := max(row["times_read"] for row in told["forecasts"])) > 1.5:
+        notes.append(f"each row is decoded up to {times:.1f} times: write the input in row groups no larger than a shard")
+    return notes
+
+
+def _spelled(count: int) -> str:
+    """A count as --prompts takes it, rounded to three digits."""
+    for unit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= unit:
+            return f"{_short_number(count / unit)}{letter}"
+    return str(count)
+
+
+def _short_number(value: float | None) -> str:
+    """Three digits that count."""
+    if value is None:
+        return "none"
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+
+
 def print_bars(counts: dict[str, int]) -> None:
     """A histogram, as wide as the terminal; plain characters where it has no others."""
     out = rich_console()

@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -31,10 +32,19 @@ STRANGERS = ("AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL_S3", "AWS_ROL
 
 
 class S3Server:
-    """Where it listens, and its buckets by plain HTTP: no client library in between."""
+    """Where it listens, and its buckets by plain HTTP: no client library in between. log: where it writes every request."""
 
-    def __init__(self, port: int) -> None:
-        self.port, self.url = port, f"http://127.0.0.1:{port}"
+    def __init__(self, port: int, log: Path) -> None:
+        self.port, self.url, self._log = port, f"http://127.0.0.1:{port}", log
+
+    def requests(self, bucket: str) -> list[tuple[str, str]]:
+        """Method and path of every request about a bucket so far, but for those of this class."""
+        mark = f"/moto-api/?mark={time.time_ns()}"  # answered after what came before it
+        self.call("GET", mark)
+        while mark not in (text := self._log.read_text()):
+            time.sleep(0.01)
+        found = re.findall(rf'"(?:\x1b\[[\d;]*m)*([A-Z]+) (/{re.escape(bucket)}\b\S*) HTTP', text)
+        return [(method, path) for method, path in found if (method, path) != ("PUT", f"/{bucket}")]
 
     def call(self, method: str, path: str, data: bytes | None = None) -> bytes:
         with urllib.request.urlopen(
@@ -57,15 +67,16 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def s3_server() -> Iterator[S3Server]:
-    server = S3Server(free_port())
-    with pytest.MonkeyPatch.context() as patch:
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    log = tmp_path_factory.mktemp("s3") / "log"
+    server = S3Server(free_port(), log)
+    with pytest.MonkeyPatch.context() as patch, log.open("w") as said:
         for name in STRANGERS:
             patch.delenv(name, raising=False)
         for name, value in (ENVIRONMENT | {"AWS_ENDPOINT_URL": server.url}).items():
             patch.setenv(name, value)
         command = [SERVER_PYTHON, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(server.port)]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said)
         try:
             deadline = time.monotonic() + 60
             while True:
