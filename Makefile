@@ -1,5 +1,6 @@
 # make run      score the sample data end to end and look at some lists
 # make test     run the tests
+# make test-vllm  the backends' conformance tests with vLLM, in an environment of its own
 # make movielens  the whole loop on real data: examples/movielens
 # make check    lint, types and tests: what decides whether a change lands
 PYTHON ?= python3
@@ -7,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test lint types check bench sample-data movielens clean
+.PHONY: run test test-vllm lint types check bench sample-data movielens clean
 
 run: $(READY)
 	$(BIN)/prefill-score run sample_data/prompts.parquet --overwrite
@@ -15,6 +16,19 @@ run: $(READY)
 
 test: $(READY)
 	$(BIN)/pytest
+
+# The vLLM half of what every backend has to give; the other half is among the tests. It takes some minutes.
+VLLM := .venv-vllm
+
+test-vllm: $(VLLM)/.ready
+	$(VLLM)/bin/pytest -m vllm tests/test_backend_conformance.py
+
+$(VLLM)/.ready: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --constraint constraints-vllm.txt torch
+	$(VLLM)/bin/pip install --quiet --no-deps --requirement constraints-vllm.txt
+	$(VLLM)/bin/pip install --quiet --no-deps --editable .
+	@touch $@
 
 lint: $(READY)
 	$(BIN)/ruff check .

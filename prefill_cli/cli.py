@@ -466,11 +466,13 @@ def verify(
     device: Device = None,
     max_batch_tokens: BatchTokens = None,
     compile: Compile = None,
+    backend: Annotated[Text, typer.Option("--backend", help="What is held to it: transformers (ours) or vllm.")] = None,
     rows: Annotated[int, typer.Option("--rows", min=1, help="How many prompts from the beginning.")] = 32,
     config: CONFIG_FILE = None,
     json: Json = False,
 ) -> None:
-    """Encode prompts with the fast encoder and with plain Transformers one at a time, and show the differences.
+    """Encode prompts with the fast encoder (or vLLM) and with plain Transformers one at a time, and show
+    the differences.
 
     Exits with 5 where they are more than rounding. A run does the same with a few prompts at its start.
 

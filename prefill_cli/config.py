@@ -26,6 +26,8 @@ CONFIG_NAMES = ("prefill-score.toml", "pyproject.toml")
 
 # Fields with this metadata change speed, display or permission, never the answer: the fingerprint leaves them out.
 NOT_IN_ANSWER = {"answer": False}
+# Fields that came later: where they have their default, the fingerprint is what it was without them.
+UNLESS_DEFAULT = {"answer": "unless default"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,7 @@ class RunConfig:
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_batch_tokens: int | None = field(default=None, metadata=NOT_IN_ANSWER)  # None: auto
+    backend: Literal["transformers", "vllm"] = field(default="transformers", metadata=UNLESS_DEFAULT)
     encoder: Literal["auto", "plain"] = field(default="auto", metadata=NOT_IN_ANSWER)
     compile: bool | None = field(default=None, metadata=NOT_IN_ANSWER)  # None: where the work is worth it
     share: bool = field(default=True, metadata=NOT_IN_ANSWER)
@@ -120,6 +123,8 @@ class RunConfig:
         self._check_spelling()
 
     def _check_spelling(self) -> None:
+        if self.backend == "vllm" and self.encoder == "plain":
+            raise UsageError("--encoder plain is Transformers' own pass; leave it out, or --backend vllm")
         if "" in self.inputs:
             raise UsageError("an input is empty text; name a file, a folder or a glob")
         if re.search("[\ud800-\udfff]", self.prefix):  # how Python shows bytes that are not text
@@ -146,7 +151,8 @@ class RunConfig:
 
     def answer_options(self) -> dict[str, Any]:
         """The options that change the answer, as plain values; the files they name are digested elsewhere."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("answer", True)}
+        told = {f: getattr(self, f.name) for f in fields(self) if f.metadata.get("answer", True)}
+        return {f.name: value for f, value in told.items() if f.metadata != UNLESS_DEFAULT or value != f.default}
 
     def as_dict(self) -> dict[str, Any]:
         """All options as JSON values, for the manifest."""

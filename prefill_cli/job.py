@@ -17,6 +17,7 @@ from prefill_cli.data.remote_staging import RemoteStaging
 from prefill_cli.data.staging import Staging
 from prefill_cli.data.tokenization import PromptTokenizer
 from prefill_cli.data.vectors import VectorReader
+from prefill_cli.encoding import vllm
 from prefill_cli.encoding.encoder import EncoderOptions
 from prefill_cli.encoding.loading import ModelFolder
 from prefill_cli.machine import threads
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 # and from which a probe of token budgets (a second or two) does.
 COMPILE_FROM = {"cpu": 2e12, "mps": float("inf"), "cuda": 1e16}
 SEARCH_FROM = 1e11  # products of a search from which compiling its kernels costs less than it saves
+COMPILE_VLLM_FROM = {"cpu": 5e13, "cuda": 1e16}  # it takes two minutes on a CPU, and halves the time
 PROBE_FROM = {"cpu": 2e14, "mps": 1e15, "cuda": 1e16}
 CHECKED_PROMPTS = 64  # of the first shard, of which an encoder is checked with a few of different lengths
 PACE = ("max_batch_tokens", "encoder", "compile", "share", "cache")  # options
@@ -66,7 +68,7 @@ class Job:
     device: str
     dtype: str
     max_batch_tokens: int
-    encoder: str  # auto or plain
+    encoder: str  # auto, plain or vllm; or which matrix of the model, or stored
     compile: bool
     probe: bool  # whether the first encoder may choose another budget
     expected_tokens: float  # of all prompts, as far as the footers tell
@@ -95,6 +97,11 @@ class Job:
             share=self.config.share,
             probe=probe,
         )
+
+    @property
+    def backend_version(self) -> dict[str, str]:
+        """Of what runs the model beside PyTorch and Transformers, by its name."""
+        return {"vllm": vllm.version()} if self.encoder == "vllm" else {}
 
     @property
     def choices(self) -> dict[str, Any]:
@@ -129,7 +136,7 @@ def vector_space(job: Job, folder: ModelFolder) -> Space:
     The budget and sharing are not in it: the packed encoder gives the same bits for any. Another PyTorch, Transformers or
     release of ours may round in another way, so each makes its own vectors.
     """
-    versions = manifest.versions()
+    versions = manifest.versions() | job.backend_version
     return {
         "model_weights_sha256": folder.weights_sha256,
         "model_files_sha256": folder.files_sha256,
@@ -141,7 +148,7 @@ def vector_space(job: Job, folder: ModelFolder) -> Space:
         "normalize": job.normalizes,
         "encoder": job.encoder,
         "compile": job.compile,
-        **{name: versions[name] for name in ("prefill-score", "torch", "transformers")},
+        **{name: versions[name] for name in ("prefill-score", "torch", "transformers", *job.backend_version)},
     }
 
 

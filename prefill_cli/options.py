@@ -98,6 +98,7 @@ OPTIONS: dict[str, Any] = {
     "max_rejects": opt("max_rejects", "More rejected rows than this: nothing is published.", OUT, metavar="N|P%"),
     "shard_rows": opt("shard_rows", "Rows that are read, sorted by length, scored and committed together.", RUN),
     "max_batch_tokens": opt("max_batch_tokens", "Token budget of a forward pass.", RUN, metavar="N|auto"),
+    "backend": opt("backend", "Who runs the model.", VECTORS, metavar="transformers|vllm"),
     "encoder": opt(
         "encoder", "plain: Transformers' own pass over padded batches, slower.", RUN, metavar="auto|plain"
     ),
@@ -121,7 +122,7 @@ SCORE = (
     "strict_provenance", "exclude_column", "candidates_column", "allow", "deny",
 )  # fmt: skip
 OUTPUT = ("output", "overwrite", "layout", "max_rejects")
-ENCODING = ("max_batch_tokens", "encoder", "compile", "share", "cache")
+ENCODING = ("backend", "max_batch_tokens", "encoder", "compile", "share", "cache")
 UNATTENDED = ("time_limit", "metrics_file")
 PERMISSION = ("offline", "trust_remote_code")
 MESSAGES = ("json", "quiet", "log_format")

@@ -224,7 +224,7 @@ class Worker:
         }
 
     def _choose_encoder(self, prompts: Sequence[Ids], share: float) -> Encoder:
-        from prefill_cli.encoding.choice import choose_encoder, plain_encoder
+        from prefill_cli.encoding.choice import choose_encoder, choose_vllm, plain_encoder
 
         job = self._job
         assert job.folder
@@ -233,8 +233,10 @@ class Worker:
             from prefill_cli.encoding.token_rows import load_token_rows
 
             return load_token_rows(job.folder, output, job.config.dims, job.normalizes, remote_code)
-        model = load_base_model(job.folder, job.device, job.dtype, remote_code)
         options = job.encoder_options(job.folder, share)
+        if job.encoder == "vllm":
+            return choose_vllm(job.folder, options, prompts, job.device, job.tokenize.limit, remote_code)
+        model = load_base_model(job.folder, job.device, job.dtype, remote_code)
         if job.encoder == "plain":
             return plain_encoder(model, options)
         return choose_encoder(model, options, prompts)

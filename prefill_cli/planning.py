@@ -22,8 +22,9 @@ from prefill_cli.data.tokenization import PromptTokenizer, load_tokenizer
 from prefill_cli.data.vectors import VectorReader, width_of_vectors
 from prefill_cli.encoding.budget import auto_batch_tokens
 from prefill_cli.encoding.loading import ModelFolder, choose_device, choose_dtype, open_model_folder
+from prefill_cli.encoding.vllm import BATCH_TOKENS, check_usable
 from prefill_cli.errors import InputError, ItemsError, ModelError, OutputError, PrefillScoreError, UsageError, os_errors_as
-from prefill_cli.job import COMPILE_FROM, Job, Scoring, pays, pays_to_compile_search, vector_space
+from prefill_cli.job import COMPILE_FROM, COMPILE_VLLM_FROM, Job, Scoring, pays, pays_to_compile_search, vector_space
 from prefill_cli.places import Place, is_uri, local, place
 from prefill_cli.scoring.filters import ItemIndex
 from prefill_cli.scoring.heads import Head, PairHead, load_head
@@ -70,7 +71,7 @@ def plan_embed(config: RunConfig) -> Planned:
     """Texts → vectors, or token ids → rows of an embedding matrix."""
     config = config.without(*NOT_OF_EMBED)
     if config.from_lm_head is not None:
-        config = config.without("cache", "encoder")
+        config = config.without("cache", "encoder", "backend")
         if not config.token_ids_column:
             matrix = "--from-lm-head" if config.from_lm_head else "--from-input-embeddings"
             raise UsageError(f"{matrix} needs --token-ids-column, the column with each item's token ids")
@@ -97,7 +98,7 @@ def plan_embed(config: RunConfig) -> Planned:
 
 def plan_search(config: RunConfig) -> Planned:
     """Vectors that are there already → lists."""
-    config = replace(config.without("from_lm_head"), vector_column=config.vector_column or "embedding")
+    config = replace(config.without("from_lm_head", "backend"), vector_column=config.vector_column or "embedding")
     out, plan = _places(config, ".topk")
     with os_errors_as(InputError, "input"):
         width = width_of_vectors(plan, config)
@@ -141,9 +142,16 @@ def _with_model(
     """A job in which a model makes the vectors."""
     tokenize = PromptTokenizer(load_tokenizer(str(folder.path), config), config, folder.positions, folder.vocabulary)
     device = choose_device(config.device)
+    with_vllm = config.backend == "vllm"
+    if with_vllm:
+        check_usable(device)
     dtype = choose_dtype(config.dtype, device)
     tokens = sum(file.data_bytes for file in plan.files) / BYTES_PER_TOKEN
-    matrices = {None: config.encoder, True: "output embeddings", False: "input embeddings"}
+    matrices = {None: "vllm" if with_vllm else config.encoder, True: "output embeddings", False: "input embeddings"}
+    if with_vllm:
+        threshold, budget = COMPILE_VLLM_FROM, BATCH_TOKENS[device.partition(":")[0]]
+    else:
+        threshold, budget = COMPILE_FROM, auto_batch_tokens(folder.hidden_size, dtype, device)
     job = Job(
         config=config,
         plan=plan,
@@ -154,10 +162,10 @@ def _with_model(
         form=form,
         device=device,
         dtype=dtype,
-        max_batch_tokens=config.max_batch_tokens or auto_batch_tokens(folder.hidden_size, dtype, device),
+        max_batch_tokens=config.max_batch_tokens or budget,
         encoder=matrices[config.from_lm_head],
-        compile=pays(COMPILE_FROM, tokens, folder, device) if config.compile is None else config.compile,
-        probe=not config.max_batch_tokens,
+        compile=pays(threshold, tokens, folder, device) if config.compile is None else config.compile,
+        probe=not (config.max_batch_tokens or with_vllm),
         expected_tokens=tokens,
         cached=(),
         staging=staging,

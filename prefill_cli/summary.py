@@ -60,7 +60,7 @@ def manifest_of(
         "format_version": manifest.FORMAT_VERSION,
         "options": job.config.as_dict(),
         "fingerprint": fingerprint,
-        "versions": manifest.versions(),
+        "versions": manifest.versions() | job.backend_version,
         "inputs": manifest.describe_inputs(job.plan),
         "model": {
             **(_model(folder, job.config.revision) if folder else {"name": None, "hidden_size": job.user_width}),

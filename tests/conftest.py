@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,8 +43,9 @@ def thorough(request: pytest.FixtureRequest) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that need a GPU or a browser are not collected where there is none."""
-    for mark, there in {"cuda": torch.cuda.is_available(), "browser": CHROMIUM is not None}.items():
+    """Tests that need a GPU, a browser or vLLM are not collected where there is none."""
+    found = {"cuda": torch.cuda.is_available(), "browser": CHROMIUM is not None, "vllm": find_spec("vllm") is not None}
+    for mark, there in found.items():
         if not there:
             config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(mark)])
             items[:] = [item for item in items if not item.get_closest_marker(mark)]

@@ -1,5 +1,9 @@
-"""Which encoder a run gets: the fast one where it knows the model and agrees with the plain one, else the plain one."""
+"""Which encoder a run gets: the fast one where it knows the model and agrees with the plain one, else the plain one.
 
+vLLM's, which a run has to ask for, is held to the plain one in the same way.
+"""
+
+import gc
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,14 +11,18 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from prefill_cli.encoding.budget import CHUNK, affordable
 from prefill_cli.encoding.decoders import UnsupportedModelError, choose_decoder
 from prefill_cli.encoding.encoder import Encoder, EncoderOptions
 from prefill_cli.encoding.kernels import load_kernels
+from prefill_cli.encoding.loading import ModelFolder, load_base_model
 from prefill_cli.encoding.plain import PlainEncoder
 from prefill_cli.encoding.prefill import PrefillEncoder
-from prefill_cli.errors import first_line
+from prefill_cli.encoding.vllm import VllmEncoder
+from prefill_cli.encoding.vllm_engine import load_vllm
+from prefill_cli.errors import ModelError, first_line
 
 log = logging.getLogger(__name__)
 Ids = npt.NDArray[np.int32]
@@ -32,6 +40,44 @@ class Comparison:
     tokens: int
     cosine: float
     largest_difference: float  # of a component
+
+
+def choose_vllm(
+    folder: ModelFolder,
+    options: EncoderOptions,
+    prompts: Sequence[Ids],
+    device: str,
+    limit: int | None,
+    trust_remote_code: bool,
+) -> VllmEncoder:
+    """vLLM's encoder, if it gives some of the run's own `prompts` the vectors that the plain one gives them.
+
+    The plain one goes first and leaves its memory to vLLM.
+
+    Raises:
+        ModelError: vLLM cannot serve the model, or gives other vectors.
+    """
+    some = samples(prompts)
+    expected: list[npt.NDArray[np.float32]] | None = None
+    try:
+        model = load_base_model(folder, device, options.dtype, trust_remote_code)
+    except ModelError as error:  # quantised weights, or too many of them: what people have vLLM for
+        log.warning("vLLM's vectors are not held to plain Transformers': %s", error)
+    else:
+        expected = one_by_one(plain_encoder(model, options), some)
+        del model
+        gc.collect()
+        if device.startswith("cuda"):
+            torch.cuda.empty_cache()
+    encoder = load_vllm(folder, options, device, limit, trust_remote_code)
+    found = encoder.encode(some, lambda *_: None).vectors
+    worst = 0.0 if expected is None else max((1 - c.cosine for c in comparisons(some, found, expected)), default=0.0)
+    if worst > TOLERANCE[options.dtype]:
+        raise ModelError(
+            f"{folder.path}: vLLM's vectors differ from plain Transformers' (1 - cosine {worst:.1e}, allowed "
+            f"{TOLERANCE[options.dtype]:.0e}); prefill-score verify --backend vllm shows them; leave out --backend vllm"
+        )
+    return encoder
 
 
 def choose_encoder(model: Any, options: EncoderOptions, prompts: Sequence[Ids]) -> Encoder:
@@ -112,13 +158,24 @@ def compare(fast: Encoder, plain: Encoder, prompts: Sequence[Ids]) -> list[Compa
 
     Prompts that the plain encoder has no finite vector for are left out.
     """
+    return comparisons(prompts, fast.encode(prompts, lambda *_: None).vectors, one_by_one(plain, prompts))
+
+
+def one_by_one(plain: Encoder, prompts: Sequence[Ids]) -> list[npt.NDArray[np.float32]]:
+    """[n] vectors of prompts that have no company."""
+    return [plain.encode([ids], lambda *_: None).vectors[0] for ids in prompts]
+
+
+def comparisons(
+    prompts: Sequence[Ids], together: npt.NDArray[np.float32], alone: Sequence[npt.NDArray[np.float32]]
+) -> list[Comparison]:
+    """Of vectors [n, d] and what they should be; see compare."""
     found = []
-    together = fast.encode(prompts, lambda *_: None).vectors
-    for ids, ours in zip(prompts, together, strict=True):
-        theirs = plain.encode([ids], lambda *_: None).vectors[0]
+    for ids, ours, theirs in zip(prompts, together, alone, strict=True):
         if not np.isfinite(theirs).all():
             continue
-        a, b = (v.astype(np.float64) / max(np.linalg.norm(v.astype(np.float64)), 1e-300) for v in (ours, theirs))
+        wide = (ours.astype(np.float64), theirs.astype(np.float64))
+        a, b = (v / max(float(np.linalg.norm(v)), 1e-300) for v in wide)
         cosine = 1.0 if not (a.any() or b.any()) else float(a @ b)
         found.append(Comparison(len(ids), cosine if np.isfinite(cosine) else -1.0, float(np.abs(a - b).max())))
     return found

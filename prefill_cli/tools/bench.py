@@ -22,11 +22,12 @@ from prefill_cli.encoding.choice import choose_encoder, plain_encoder
 from prefill_cli.encoding.encoder import Encoder
 from prefill_cli.encoding.packing import unique_tokens
 from prefill_cli.encoding.prefill import PrefillEncoder
+from prefill_cli.encoding.vllm import VllmEncoder
 from prefill_cli.errors import UsageError
 from prefill_cli.job import COMPILE_FROM, PROBE_FROM, pays
 from prefill_cli.scoring.items import load_items
 from prefill_cli.tools.bench_search import bench_search, made_up_items
-from prefill_cli.tools.peers import ENCODERS, load_encoder, load_package
+from prefill_cli.tools.peers import OF_TEXTS, SEARCHERS, load_encoder, load_package
 from prefill_cli.tools.subject import load_subject
 
 LOOP_ROWS = 32
@@ -48,13 +49,15 @@ def bench(config: RunConfig, rows: int, repeat: int, peers: Sequence[str] = ()) 
         UsageError: a peer is unknown, not installed, or needs text.
     """
     began = time.perf_counter()
+    if config.backend == "vllm":
+        peers = (*peers, *(("vllm",) if "vllm" not in peers else ()))
     for name in peers:
         load_package(name)  # what is missing is said now, not after minutes
-    encoders = [name for name in peers if name in ENCODERS]
-    subject = load_subject(config, rows, with_texts=bool(encoders))
+    of_texts = [name for name in peers if name in OF_TEXTS]
+    subject = load_subject(config, rows, with_texts=bool(of_texts))
     model, prompts, device, dtype = subject.model, subject.prompts, subject.device, subject.options.dtype
-    if encoders and not subject.texts:
-        raise UsageError("--peer needs prompts that are text: an input with a prompt column, or none at all")
+    if of_texts and not subject.texts:
+        raise UsageError(f"--peer {of_texts[0]} needs prompts that are text: an input with a prompt column, or none at all")
     tokens = sum(map(len, prompts))
     start_sec = time.perf_counter() - began
 
@@ -74,8 +77,10 @@ def bench(config: RunConfig, rows: int, repeat: int, peers: Sequence[str] = ()) 
         "loop, sorted": lambda: _loop(model, by_length),
         "loop, arrival order": lambda: _loop(model, prompts),
     }
-    for name in encoders:
+    for name in of_texts:
         ways[name] = _peer(load_encoder(name, subject.folder.path, dtype, device, subject.limit), subject.texts)
+    if "vllm" in peers:  # compiled, as it comes; its pooling as above
+        ways["vllm"] = _afresh(subject.load_vllm(config, pooling="last", compiled=config.compile is not False), prompts)
     _loop(model, prompts[:LOOP_ROWS])  # first-call costs belong to none of the ways
     seconds = dict.fromkeys(ways, float("inf"))
     cells: dict[str, int | None] = dict.fromkeys(ways)
@@ -89,7 +94,7 @@ def bench(config: RunConfig, rows: int, repeat: int, peers: Sequence[str] = ()) 
     flops = 2.0 * sum(weight.numel() for weight in _weights(model)) * (cells["prefill-score"] or 0)
     queries = ours.encode(prompts, lambda *_: None).vectors
     items = load_items(config, queries.shape[1]) if config.items else made_up_items(MADE_UP_ITEMS, queries.shape[1])
-    searched = bench_search(queries, items, config.top_k, repeat, device, [p for p in peers if p not in ENCODERS])
+    searched = bench_search(queries, items, config.top_k, repeat, device, [p for p in peers if p in SEARCHERS])
     prefill_sec, step_sec = _decoding_sec(model, by_length[:: max(1, len(by_length) // DECODED_PROMPTS)][:DECODED_PROMPTS])
     return {
         "rows": len(prompts),
@@ -133,6 +138,16 @@ def bench(config: RunConfig, rows: int, repeat: int, peers: Sequence[str] = ()) 
 
 def _way(encoder: Encoder, prompts: Sequence[Ids]) -> Callable[[], int]:
     return lambda: encoder.encode(prompts, lambda *_: None).computed_tokens
+
+
+def _afresh(encoder: VllmEncoder, prompts: Sequence[Ids]) -> Callable[[], int]:
+    """Every pass begins where a run begins, without prefixes from the one before."""
+
+    def way() -> int:
+        encoder.forget()
+        return encoder.encode(prompts, lambda *_: None).computed_tokens
+
+    return way
 
 
 def _peer(embed: Callable[[Sequence[str]], Any], texts: Sequence[str]) -> Callable[[], None]:

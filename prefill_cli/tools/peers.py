@@ -1,13 +1,16 @@
-"""What people would use instead, over the same texts: for `prefill-score bench --peer`."""
+"""What people would use instead, over the same prompts: for `prefill-score bench --peer`.
+
+vLLM is among them as the run has it, behind the seam of an encoder and with the same token ids (encoding/vllm.py).
+"""
 
 import importlib
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from prefill_cli.encoding.vllm import check_usable
 from prefill_cli.errors import UsageError
 
 # Name → module, and what pip calls it.
@@ -17,11 +20,12 @@ PEERS = {
     "faiss": ("faiss", "faiss-cpu"),
     "usearch": ("usearch.index", "usearch"),
 }
-ENCODERS = ("sentence-transformers", "vllm")  # the others search
+OF_TEXTS = ("sentence-transformers",)
+SEARCHERS = ("faiss", "usearch")
 
 
 def load_package(name: str) -> Any:
-    """A peer's module.
+    """A peer's module; vLLM's is left for later.
 
     Raises:
         UsageError: no such peer, or it is not installed.
@@ -29,6 +33,8 @@ def load_package(name: str) -> Any:
     if name not in PEERS:
         raise UsageError(f"--peer must be one of {', '.join(PEERS)}, not {name!r}")
     module, package = PEERS[name]
+    if name == "vllm":  # which is imported with care, in its own time
+        return check_usable("cpu", "--peer vllm")
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -37,7 +43,7 @@ def load_package(name: str) -> Any:
 
 def load_encoder(name: str, folder: Path, dtype: str, device: str, limit: int | None) -> Callable[[Sequence[str]], Any]:
     """A function from prompts' texts to their last-token embeddings."""
-    load = {"sentence-transformers": _sentence_transformers, "vllm": _vllm}[name]
+    load = {"sentence-transformers": _sentence_transformers}[name]
     return load(load_package(name), folder, dtype, device, limit)
 
 
@@ -55,16 +61,3 @@ def _sentence_transformers(
     if limit:
         model.max_seq_length = limit
     return lambda texts: model.encode(list(texts), batch_size=32, show_progress_bar=False)
-
-
-def _vllm(package: Any, folder: Path, dtype: str, device: str, limit: int | None) -> Callable[[Sequence[str]], Any]:
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
-    model = package.LLM(
-        model=str(folder), runner="pooling", dtype=dtype, max_model_len=min(limit or 4096, 4096), enable_prefix_caching=True
-    )
-
-    def encode(texts: Sequence[str]) -> Any:
-        model.reset_prefix_cache()  # every pass begins where a nightly run begins
-        return model.embed(list(texts), use_tqdm=False)
-
-    return encode

@@ -65,6 +65,9 @@ def plan(config: RunConfig, rows: int | None = None, probe_sec: float = 10.0, dr
     told: dict[str, Any] = state | {"rows": job.plan.rows, "files": len(job.plan.files), "shards": len(job.shards)}
     if state["status"] == "unchanged" and dry_run:
         return told
+    if probe_sec and job.encoder == "vllm":
+        log.info("no time is told of --backend vllm, which takes minutes to start; bench --peer vllm measures it")
+        probe_sec = 0.0
     base_bytes = machine.resident_bytes()
     found = _look(job, _sample(job, rows), probe_sec)
     told |= _counts(job, found) | _work(job, found)
@@ -216,7 +219,7 @@ def _work(job: Job, found: Found) -> dict[str, Any]:
         "tokens_to_compute": of_all(group.batches.tokens for group in groups),
         "computed_tokens": of_all(batch.cells for batch in batches),
         "batches": of_all([len(batches)]),
-        "encoder": found.encoding.encoder if found.encoding else "plain" if found.surveyor.plain else "packed",
+        "encoder": _encoder(job, found),
         "max_batch_tokens": found.surveyor.max_batch_tokens,
         "compiled": job.compile,
         "device": job.device,
@@ -224,8 +227,14 @@ def _work(job: Job, found: Found) -> dict[str, Any]:
     }
 
 
+def _encoder(job: Job, found: Found) -> str:
+    if found.encoding or job.encoder == "vllm":
+        return found.encoding.encoder if found.encoding else "vllm"
+    return "plain" if found.surveyor.plain else "packed"
+
+
 def _memory(job: Job, found: Found, base_bytes: int) -> dict[str, Any]:
-    side_by_side = 1 if found.surveyor.plain else lanes(job.device.partition(":")[0])
+    side_by_side = 1 if found.surveyor.plain or job.encoder == "vllm" else lanes(job.device.partition(":")[0])
     parts = estimate.memory(job, found.groups, base_bytes, side_by_side, found.surveyor.max_batch_tokens)
     on_device = 0 if job.device == "cpu" else parts["weights"] + parts["batches"]
     return {"bytes": sum(parts.values()) - on_device, "device_bytes": on_device, "parts": parts}

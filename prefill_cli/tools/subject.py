@@ -14,6 +14,8 @@ from prefill_cli.data.tokenization import Ids, PromptTokenizer, load_tokenizer
 from prefill_cli.encoding.budget import auto_batch_tokens
 from prefill_cli.encoding.encoder import EncoderOptions
 from prefill_cli.encoding.loading import ModelFolder, choose_device, choose_dtype, load_base_model, open_model_folder
+from prefill_cli.encoding.vllm import BATCH_TOKENS, VllmEncoder
+from prefill_cli.encoding.vllm_engine import load_vllm
 from prefill_cli.errors import InputError
 from prefill_cli.tools.workload import synthetic_prompts
 
@@ -30,6 +32,18 @@ class Subject:
     limit: int | None  # tokens of a prompt
     read_sec: float  # of reading and tokenising
     options: EncoderOptions
+
+    def load_vllm(self, config: RunConfig, **others: Any) -> VllmEncoder:
+        """vLLM on the same model and for the same prompts, with the token budget that it takes in a run.
+
+        others: of the options.
+
+        Raises:
+            ModelError: it cannot serve them.
+        """
+        budget = config.max_batch_tokens or BATCH_TOKENS[self.device.partition(":")[0]]
+        options = replace(self.options, max_batch_tokens=budget, **others)
+        return load_vllm(self.folder, options, self.device, self.limit, config.trust_remote_code)
 
 
 def load_subject(config: RunConfig, rows: int, *, with_texts: bool = False) -> Subject:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from prefill_cli.data.results import group_rows
 from prefill_cli.encoding.budget import STATES_PER_TOKEN
+from prefill_cli.encoding.vllm_engine import room
 from prefill_cli.job import Job
 from prefill_cli.scoring.scan import ROOM, SCAN_CELLS
 from prefill_cli.scoring.topk import PASS_BYTES, PASS_QUERIES
@@ -139,13 +140,15 @@ def memory(job: Job, groups: Sequence[Group], base_bytes: int, lanes: int, max_b
     key_value_heads = getattr(text, "num_key_value_heads", None) or heads
     layers, hidden = getattr(text, "num_hidden_layers", None) or 1, job.folder.hidden_size
     kept = max((group.batches.kept_tokens for group in groups), default=0)
+    keys_and_values = 2 * kept * layers * hidden * key_value_heads // heads * size
+    if job.encoder == "vllm":
+        keys_and_values, _ = room(job.folder, job.dtype, job.device, job.tokenize.limit)
     rows, at_work = min(job.config.shard_rows, job.plan.rows), min(SHARDS_AT_WORK, len(job.shards))
     held = max((group.held_bytes / max(1, group.rows) for group in groups), default=0.0) + 8.0 * job.user_width
     return {
         "program_and_items": base_bytes,
         "weights": int(WEIGHTS * weights),
-        "batches": STATES_PER_TOKEN * hidden * size * lanes * max_batch_tokens
-        + 2 * kept * layers * hidden * key_value_heads // heads * size,
+        "batches": STATES_PER_TOKEN * hidden * size * lanes * max_batch_tokens + keys_and_values,
         "reading": min(READING_BYTES, 6 * sum(file.data_bytes for file in job.plan.files)),
         "shards": int(held * rows * at_work),
         "search": _search_bytes(job, rows) if job.scoring else 0,

@@ -19,6 +19,7 @@ from prefill_cli.data.tokenization import Ids
 from prefill_cli.encoding.batching import padded_batches
 from prefill_cli.encoding.budget import CHUNK, lanes, row_tokens
 from prefill_cli.encoding.packing import distinct, packing_of
+from prefill_cli.encoding.vllm import SHARING
 from prefill_cli.job import Job
 from prefill_cli.machine import Stopwatch
 
@@ -179,6 +180,8 @@ class Surveyor:
             sizes = [(len(rows), int(lengths[rows[0]])) for rows in padded_batches(lengths, self.max_batch_tokens)]
             padded = tuple(Batch(rows * longest, rows * longest * longest) for rows, longest in sizes)
             return Batches((), padded, int(lengths.sum()), 0, 0)
+        if self._job.encoder == "vllm":
+            return self._steps(prompts if self._job.config.share else fresh)
         share, chunk = self._job.config.share, CHUNK[self._job.device.partition(":")[0]]
         packing = packing_of(prompts if share else fresh, share)
         row, side_by_side = row_tokens(self.max_batch_tokens, chunk), lanes(self._job.device.partition(":")[0])
@@ -194,6 +197,14 @@ class Surveyor:
         saved = sum(map(len, packing.prompts)) - packing.tokens
         kept = sum(prefix.end for prefix in packing.sharing.prefixes)
         return Batches(prefixes, own, packing.tokens, saved, kept)
+
+    def _steps(self, prompts: Sequence[Ids]) -> Batches:
+        """Of vLLM, about: its cache of prefixes has whole blocks, and a step ends where a prompt does not fit."""
+        share = self._job.config.share and self._job.folder is not None and self._job.folder.pooling in SHARING
+        packing = packing_of(prompts, share)
+        full, rest = divmod(packing.tokens, self.max_batch_tokens)
+        steps = tuple(Batch(cells, 0) for cells in [self.max_batch_tokens] * full + [rest] * (rest > 0))
+        return Batches((), steps, packing.tokens, sum(map(len, prompts)) - packing.tokens, 0)
 
 
 def _held_bytes(rows: ShardRows) -> int:
