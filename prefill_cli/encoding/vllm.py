@@ -164,7 +164,7 @@ class VllmEncoder:
     ) -> npt.NDArray[np.int64]:
         bad = np.setdiff1d(np.flatnonzero(~np.isfinite(vectors).all(axis=1)), too_long)
         if len(bad):
-            log.info("%d prompts have no finite vector from vLLM; they go through plain Transformers in float32", len(bad))
+            log.warning("%d prompts have no finite vector from vLLM; plain Transformers makes it in float32", len(bad))
             self._in_float32().retry(prompts, vectors, except_for=too_long.tolist())
         return bad
 
