@@ -15,13 +15,13 @@ run: $(READY)
 	$(BIN)/prefill-score show prompts.topk
 
 test: $(READY)
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 # The vLLM half of what every backend has to give; the other half is among the tests. It takes some minutes.
 VLLM := .venv-vllm
 
 test-vllm: $(VLLM)/.ready
-	$(VLLM)/bin/pytest -m vllm tests/test_backend_conformance.py
+	$(VLLM)/bin/pytest -m vllm tests/test_backend_conformance.py tests/test_examples.py
 
 $(VLLM)/.ready: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM)

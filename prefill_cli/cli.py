@@ -77,7 +77,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 @app.command(cls=SectionedHelp, short_help="Score prompts: the main job.")
 @takes(
     *options.PROMPT, *options.LENGTH, *options.MODEL, *options.SCORE, *options.OUTPUT, "shard_rows", *options.ENCODING,
-    *options.UNATTENDED, *options.PERMISSION, *options.MESSAGES,
+    *options.ENGINE, *options.UNATTENDED, *options.PERMISSION, *options.MESSAGES,
     inputs=INPUTS,
     dry_run=(Annotated[bool, typer.Option("--dry-run", help="Check everything, plan, and write nothing.")], False),
 )  # fmt: skip
@@ -94,13 +94,14 @@ def run(config: Path | None, dry_run: bool, **given: Any) -> None:
     if dry_run:
         _plan(config, given, None, PROBE, dry_run=True)
     else:
-        _run(config, given, "plan_job", needs=("model", "items"))
+        _run(config, given, "run", needs=("model", "items"))
 
 
 @app.command(cls=SectionedHelp, short_help="Make vectors of texts: item files, users' vectors.")
 @takes(
     *options.PROMPT, *options.LENGTH, *options.MODEL, "from_lm_head", "output", "embedding_column", "overwrite",
-    "max_rejects", "shard_rows", *options.ENCODING, *options.UNATTENDED, *options.PERMISSION, *options.MESSAGES,
+    "max_rejects", "shard_rows", *options.ENCODING, *options.ENGINE, *options.UNATTENDED, *options.PERMISSION,
+    *options.MESSAGES,
     **options.OF_EMBED,
     inputs=INPUTS,
 )  # fmt: skip
@@ -113,7 +114,7 @@ def embed(config: Path | None, **given: Any) -> None:
     Example: prefill-score embed titles.parquet --id-column item_id --prompt-column title -m ./model
     -o title-vectors.parquet
     """
-    _run(config, given, "plan_embed", needs=("model",))
+    _run(config, given, "embed", needs=("model",))
 
 
 @app.command(cls=SectionedHelp, short_help="Tell what a run would compute, and how long.")
@@ -194,7 +195,7 @@ def _plan(config_file: Path | None, given: dict[str, Any], rows: int | None, pro
 @app.command(cls=SectionedHelp, short_help="Search for users' vectors: the same without a model.")
 @takes(
     "id_column", "vector_column", "user_ids", "keep_columns", *options.VECTOR, *options.SCORE, *options.OUTPUT, "shard_rows",
-    "compile", *options.UNATTENDED, *options.MESSAGES,
+    "compile", *options.ENGINE, *options.UNATTENDED, *options.MESSAGES,
     inputs=Annotated[
         list[str], typer.Argument(metavar="VECTORS", help="Parquet files, folders or globs; or one .npy or .safetensors.")
     ],
@@ -206,12 +207,12 @@ def search(config: Path | None, **given: Any) -> None:
 
     Example: prefill-score search vectors.parquet -i items.parquet -k 100 -o tonight
     """
-    _run(config, given, "plan_search", needs=("items",))
+    _run(config, given, "search", needs=("items",))
 
 
-def _run(config_file: Path | None, given: dict[str, Any], plan: str, needs: tuple[str, ...]) -> None:
-    """What `run`, `embed` and `search` share: everything. plan: which function of prefill_cli.pipeline plans it."""
-    suffix = ".vectors" if plan == "plan_embed" else ".topk"
+def _run(config_file: Path | None, given: dict[str, Any], kind: str, needs: tuple[str, ...]) -> None:
+    """What `run`, `embed` and `search` share: everything. kind: which of them."""
+    suffix = ".vectors" if kind == "embed" else ".topk"
     report = metrics.Report(given["metrics_file"], given["output"], suffix)
     signals.last_words[:] = [report.fail]
     with report, exits(given["log_format"] or "text"):
@@ -222,12 +223,36 @@ def _run(config_file: Path | None, given: dict[str, Any], plan: str, needs: tupl
             if settings.time_limit:
                 signals.end_after(seconds(settings.time_limit, "--time-limit"))
             from prefill_cli import pipeline
-            from prefill_cli.engines.local import run_shards
+            from prefill_cli.engines import engine_of
 
+            engine = engine_of(settings)
             with console.Progress(messages, settings.quiet) as progress:
-                totals = pipeline.run(settings, run_shards, progress, getattr(pipeline, plan))
+                totals = pipeline.run(settings, engine, progress, kind)
             views.print_summary(totals, settings.json)
             report.succeed(totals)
+
+
+@app.command(cls=SectionedHelp, short_help="Publish what slices of a run (--shard-of) have done.")
+def finish(
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="The result folder that the slices' --output names.")],
+    max_rejects: Annotated[
+        Text, typer.Option("--max-rejects", metavar="N|P%", help="Instead of the slices' own limit.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Check that every shard of a run in slices is done, and publish the result.
+
+    Options are those that the slices were started with.
+
+    Example: prefill-score finish slices.topk
+    """
+    with exits():
+        messages = console.listen()
+        from prefill_cli import pipeline
+
+        with console.Progress(messages) as progress:
+            totals = pipeline.finish(place(output), progress, max_rejects)
+        views.print_summary(totals, json)
 
 
 @app.command(cls=SectionedHelp, short_help="See users' lists with titles.")

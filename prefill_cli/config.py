@@ -93,6 +93,11 @@ class RunConfig:
     cache: Place | None = field(default=None, metadata=NOT_IN_ANSWER)
     time_limit: str | None = field(default=None, metadata=NOT_IN_ANSWER)
     metrics_file: Path | None = field(default=None, metadata=NOT_IN_ANSWER)
+    engine: Literal["local", "ray"] = field(default="local", metadata=NOT_IN_ANSWER)
+    workers: str = field(default="1", metadata=NOT_IN_ANSWER)  # N, or MIN:MAX
+    cpus_per_worker: int | None = field(default=None, metadata=NOT_IN_ANSWER)  # None: an equal share
+    ray_address: str | None = field(default=None, metadata=NOT_IN_ANSWER)  # None: RAY_ADDRESS, else a Ray of its own
+    shard_of: str | None = field(default=None, metadata=NOT_IN_ANSWER)  # I/N, from 0
     offline: bool = field(default=False, metadata=NOT_IN_ANSWER)
     trust_remote_code: bool = False
     json: bool = field(default=False, metadata=NOT_IN_ANSWER)
@@ -100,7 +105,7 @@ class RunConfig:
     log_format: Literal["text", "json"] = field(default="text", metadata=NOT_IN_ANSWER)
 
     def __post_init__(self) -> None:
-        for name in ("top_k", "max_length", "dims", "max_batch_tokens", "shard_rows"):
+        for name in ("top_k", "max_length", "dims", "max_batch_tokens", "shard_rows", "cpus_per_worker"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{option(name)} must be at least 1, not {value}")
@@ -120,7 +125,20 @@ class RunConfig:
         if self.time_limit is not None:
             seconds(self.time_limit, "--time-limit")
         self.allowed_rejects(0)
+        self._check_engine()
         self._check_spelling()
+
+    def _check_engine(self) -> None:
+        fewest, most = self.worker_range
+        if self.engine == "local" and fewest != most:
+            raise UsageError(f"--workers {self.workers}: a range needs --engine ray; processes are a fixed number")
+        if self.engine == "local" and self.ray_address:
+            raise UsageError("--ray-address needs --engine ray")
+        if self.engine == "local" and most == 1 and self.cpus_per_worker:
+            raise UsageError("--cpus-per-worker needs --workers, more than one, or --engine ray")
+        if most > 1 and ":" in self.device:
+            raise UsageError(f"--workers {self.workers} takes one device each, so --device {self.device} is one too few")
+        _ = self.slice
 
     def _check_spelling(self) -> None:
         if self.backend == "vllm" and self.encoder == "plain":
@@ -131,6 +149,38 @@ class RunConfig:
             raise UsageError("--prefix is not UTF-8")
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
             raise UsageError(f"--device must be auto, cpu, cuda, cuda:N or mps, not {self.device!r}")
+
+    @property
+    def worker_range(self) -> tuple[int, int]:
+        """The fewest and the most workers.
+
+        Raises:
+            UsageError: --workers is neither N nor MIN:MAX.
+        """
+        match = re.fullmatch(r"(\d{1,5})(?::(\d{1,5}))?", self.workers.strip())
+        fewest, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= fewest <= most:
+            raise UsageError(f"--workers must be a number from 1 up, or a range like 2:16, not {self.workers!r}")
+        return fewest, most
+
+    @property
+    def slice(self) -> tuple[int, int] | None:
+        """I and N of --shard-of, None where all shards are meant.
+
+        Raises:
+            UsageError: it is no I/N with I from 0 to N - 1.
+        """
+        if self.shard_of is None:
+            return None
+        match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", self.shard_of.strip())
+        if not match or not int(match[1]) < int(match[2]):
+            raise UsageError(f"--shard-of must be I/N with I from 0 to N - 1, like 0/16, not {self.shard_of!r}")
+        return int(match[1]), int(match[2])
+
+    @property
+    def slice_name(self) -> str:
+        """Of locks and folders; empty where all shards are meant."""
+        return "slice-{}-of-{}".format(*self.slice) if self.slice else ""
 
     @property
     def text_column(self) -> str:
@@ -158,6 +208,12 @@ class RunConfig:
         """All options as JSON values, for the manifest."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {k: str(v) if isinstance(v, Path) else list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+def from_dict(values: Mapping[str, Any]) -> RunConfig:
+    """The options that `as_dict` gave."""
+    given = {name: value for name, value in values.items() if value is not None}
+    return RunConfig(**{name: _convert(name, value, f"option {option(name)}") for name, value in given.items()})
 
 
 def seconds(text: str, what: str) -> float:
@@ -270,7 +326,7 @@ def _convert(name: str, value: Any, where: str, base: Path | None = None) -> Any
         return tuple(value)
     if name == "max_batch_tokens" and value == "auto":
         return None
-    if name == "max_rejects" and type(value) is int:
+    if name in ("max_rejects", "workers") and type(value) is int:
         value = str(value)
     kind = _keys()[name]
     if isinstance(kind, types.UnionType):  # X | None: the field's own None is "not given"

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -125,9 +126,19 @@ class Job:
         asked = {name: str(getattr(self.config, name)) for name in PACE}
         return asked | {"device": self.device, "cpus": os.cpu_count(), "threads": threads()}
 
-    @property
+    @cached_property
     def shards(self) -> list[Shard]:
         return self.plan.shards(self.config.shard_rows)
+
+    @property
+    def slice(self) -> tuple[int, int] | None:
+        return self.config.slice
+
+    @cached_property
+    def own_shards(self) -> list[Shard]:
+        """Those that this run does: all, or every n-th."""
+        number, of = self.slice or (0, 1)
+        return self.shards[number::of]
 
 
 def vector_space(job: Job, folder: ModelFolder) -> Space:

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import mmap
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -150,6 +152,25 @@ def _rows_of_file(path: Path, offset: int, dtype: Any, shape: tuple[int, int], e
         return np.memmap(path, dtype, "r", offset, shape) if shape[0] and shape[1] else rows[:]
     except (OSError, MemoryError):
         return rows
+
+
+def mapped_from(rows: Rows) -> tuple[Any, ...] | None:
+    """The arguments with which another process gets the same rows by `map_again`; None where they are in memory."""
+    if not isinstance(rows, np.memmap) or not isinstance(rows.base, mmap.mmap) or rows.filename is None:
+        return None
+    path = Path(rows.filename)
+    return path, int(rows.offset), rows.dtype, rows.shape, MAPPED[path][1]
+
+
+def map_again(path: Path, offset: int, dtype: Any, shape: tuple[int, int], error: type[PrefillScoreError]) -> Rows:
+    """See mapped_from.
+
+    Raises:
+        `error`: there is no such file here, or it is shorter.
+    """
+    if not path.exists():
+        raise error(f"{path}: no such file on {socket.gethostname()}; every worker must see it under this path")
+    return _rows_of_file(path, offset, dtype, shape, error)
 
 
 def to_float32(raw: npt.NDArray[Any]) -> npt.NDArray[np.float32]:

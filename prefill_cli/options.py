@@ -107,6 +107,11 @@ OPTIONS: dict[str, Any] = {
     "cache": opt("cache", "Folder of users' vectors that are kept between runs.", RUN),
     "time_limit": opt("time_limit", "Stop after so long; the same command goes on.", RUN, metavar="3h30m"),
     "metrics_file": opt("metrics_file", "Write the run's figures there in Prometheus' text format.", RUN),
+    "engine": opt("engine", "Who runs the shards: this machine, or a Ray cluster.", RUN, metavar="local|ray"),
+    "workers": opt("workers", "Processes, one a GPU; with --engine ray a range too.", RUN, metavar="N|MIN:MAX"),
+    "cpus_per_worker": opt("cpus_per_worker", "Cores of each worker.", RUN),
+    "ray_address": opt("ray_address", "The cluster of --engine ray.", RUN, metavar="HOST:PORT"),
+    "shard_of": opt("shard_of", "Do every N-th shard from the I-th (from 0) on; `finish` publishes.", RUN, metavar="I/N"),
     "offline": opt("offline", "Never ask the network.", RUN),
     "trust_remote_code": opt("trust_remote_code", "Run Python code from the model's folder.", RUN),
     "json": opt("json", "Print the summary as one JSON object, on a terminal too.", RUN),
@@ -124,6 +129,7 @@ SCORE = (
 OUTPUT = ("output", "overwrite", "layout", "max_rejects")
 ENCODING = ("backend", "max_batch_tokens", "encoder", "compile", "share", "cache")
 UNATTENDED = ("time_limit", "metrics_file")
+ENGINE = ("engine", "workers", "cpus_per_worker", "ray_address", "shard_of")
 PERMISSION = ("offline", "trust_remote_code")
 MESSAGES = ("json", "quiet", "log_format")
 OF_EMBED = {  # told in other words there

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +50,7 @@ def plan_job(config: RunConfig) -> Planned:
         folder = open_model_folder(config)
     scoring, digests = _scoring(config, plan, folder.hidden_size)
     form = results.plan_format(config, plan, scoring.items.ids.type)
-    job, fingerprint = _with_model(config, plan, folder, scoring, form, staging_of(out))
+    job, fingerprint = _with_model(config, plan, folder, scoring, form, staging_of(out, config.slice_name))
     made_with = _made_with(config, folder)
     if "model_sha256" in scoring.items.provenance:  # which says more than a name
         made_with = {name: value for name, value in made_with.items() if name not in ("model", "revision")}
@@ -82,7 +83,7 @@ def plan_embed(config: RunConfig) -> Planned:
         raise UsageError(f"--dims {config.dims} is more than the model's width of {folder.hidden_size}")
     made_with = {PROVENANCE_KEY: json.dumps(_made_with(config, folder))}
     form = results.plan_vectors(config, plan, config.dims or folder.hidden_size, made_with)
-    job, fingerprint = _with_model(config, plan, folder, None, form, staging_of(out, with_files=True))
+    job, fingerprint = _with_model(config, plan, folder, None, form, staging_of(out, config.slice_name, with_files=True))
     what = {None: "prompts", True: "items, rows of the output embeddings,", False: "items, rows of the input embeddings,"}
     log.info(
         "%s %s in %s, %s in %s on %s",
@@ -114,7 +115,7 @@ def plan_search(config: RunConfig) -> Planned:
         scoring=scoring,
         tokenize=VectorReader(width),
         form=results.plan_format(config, plan, scoring.items.ids.type),
-        device=choose_device(config.device),
+        device=choose_device(config.device, elsewhere=config.engine == "ray"),
         dtype="float32",
         max_batch_tokens=0,
         encoder="stored",
@@ -122,7 +123,7 @@ def plan_search(config: RunConfig) -> Planned:
         probe=False,
         expected_tokens=0.0,
         cached=(),
-        staging=staging_of(out),
+        staging=staging_of(out, config.slice_name),
     )
     log.info(
         "%s vectors in %s, %s items on %s", f"{plan.rows:,}", _counted_files(plan), f"{len(scoring.items):,}", job.device
@@ -141,11 +142,12 @@ def _with_model(
 ) -> Planned:
     """A job in which a model makes the vectors."""
     tokenize = PromptTokenizer(load_tokenizer(str(folder.path), config), config, folder.positions, folder.vocabulary)
-    device = choose_device(config.device)
+    elsewhere = config.engine == "ray"
+    device = choose_device(config.device, elsewhere=elsewhere)
     with_vllm = config.backend == "vllm"
     if with_vllm:
         check_usable(device)
-    dtype = choose_dtype(config.dtype, device)
+    dtype = choose_dtype(config.dtype, device, elsewhere=elsewhere)
     tokens = sum(file.data_bytes for file in plan.files) / BYTES_PER_TOKEN
     matrices = {None: "vllm" if with_vllm else config.encoder, True: "output embeddings", False: "input embeddings"}
     if with_vllm:
@@ -211,13 +213,16 @@ def _published(where: Place, kind: type[PrefillScoreError]) -> Place:
         return published_in(where)
 
 
-def staging_of(out: Place, *, with_files: bool = False) -> Staging | RemoteStaging:
-    """with_files: a name that ends in .parquet or .safetensors means one file."""
+PLANS: dict[str, Callable[[RunConfig], Planned]] = {"run": plan_job, "embed": plan_embed, "search": plan_search}
+
+
+def staging_of(out: Place, part: str = "", *, with_files: bool = False) -> Staging | RemoteStaging:
+    """part: see Staging. with_files: a name that ends in .parquet or .safetensors means one file."""
     if with_files and is_one_file(out):
         if is_uri(out):
             raise UsageError(f"--output {out}: one file is written on this machine; name a folder there, or a file here")
-        return FileStaging(local(out))
-    return RemoteStaging(out) if is_uri(out) else Staging(local(out))
+        return FileStaging(local(out), part)
+    return RemoteStaging(out) if is_uri(out) else Staging(local(out), part)
 
 
 def _scoring(config: RunConfig, plan: InputPlan, user_width: int | None) -> tuple[Scoring, dict[str, str | None]]:

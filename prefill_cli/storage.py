@@ -216,7 +216,7 @@ def fetch(wanted: Place | None, kind: type[PrefillScoreError]) -> Path | None:
         there = remote(wanted)
         info = there.system.get_file_info(there.path)
         name = PurePosixPath(there.path).name
-        target = _scratch() / f"{len(_fetched)}" / (name if "*" not in name else "parts")
+        target = scratch() / f"{len(_fetched)}" / (name if "*" not in name else "parts")
         if info.type == fs.FileType.File:
             download(wanted, target)
         elif info.type == fs.FileType.Directory:
@@ -242,7 +242,8 @@ def matching(pattern: Uri) -> list[Uri]:
 
 
 @functools.cache
-def _scratch() -> Path:
+def scratch() -> Path:
+    """A folder of this process's own, which goes with it."""
     folder = Path(tempfile.mkdtemp(prefix="prefill-score-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

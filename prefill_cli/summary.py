@@ -15,15 +15,16 @@ SUMMED = (  # over the shards
     "search_sec", "write_sec",
 )  # fmt: skip
 
+OF_A_WORKER = ("rows", "tokens", "computed_tokens", "start_sec", "read_sec", "encode_sec", "search_sec", "write_sec")
+
 
 def totals_of(job: Job, receipts: list[Receipt], wall_sec: float) -> dict[str, Any]:
     """The summary: sums over the shards, whichever run did them."""
     reasons: Counter[str] = sum((Counter(receipt["reasons"]) for receipt in receipts), Counter())
     sums = {name: sum(receipt.get(name, 0) for receipt in receipts) for name in SUMMED}  # an older version told less
-    if sums["rows"] != job.plan.rows or sums["rows"] != sums["rows_out"] + sums["rejects"]:
-        raise PrefillScoreError(
-            f"rows are unaccounted for: {job.plan.rows} in, {sums['rows_out']} out, {sums['rejects']} rejected"
-        )
+    rows = sum(shard.rows for shard in job.own_shards)
+    if sums["rows"] != rows or sums["rows"] != sums["rows_out"] + sums["rejects"]:
+        raise PrefillScoreError(f"rows are unaccounted for: {rows} in, {sums['rows_out']} out, {sums['rejects']} rejected")
     return {
         "status": "done",
         "output": str(job.staging.out),
@@ -34,7 +35,7 @@ def totals_of(job: Job, receipts: list[Receipt], wall_sec: float) -> dict[str, A
         "shards": len(receipts),
         "wall_sec": wall_sec,
         "tokens_per_sec": sums["tokens"] / sums["encode_sec"] if sums["encode_sec"] else 0.0,
-        "peak_rss_bytes": manifest.peak_rss_bytes(),
+        "peak_rss_bytes": max([manifest.peak_rss_bytes(), *(receipt.get("peak_rss_bytes", 0) for receipt in receipts)]),
         "encoder": ", ".join(sorted({receipt.get("encoder", "plain") for receipt in receipts if receipt["batches"]}))
         or ("cached" if sums["cached_rows"] else job.encoder),
         "max_batch_tokens": receipts[0].get("max_batch_tokens", job.max_batch_tokens) if receipts else job.max_batch_tokens,
@@ -77,8 +78,21 @@ def manifest_of(
         "totals": totals,
         "lengths": {str(bound): lengths[bound] for bound in sorted(lengths)},
         "shards": {name: [receipt.get(name, 0) for receipt in receipts] for name in (*SUMMED, "threads")},
+        **_workers(receipts),
         **({"expected": expectation | {"error": totals["wall_sec"] / expectation["wall_sec"] - 1}} if expectation else {}),
     }
+
+
+def _workers(receipts: list[Receipt]) -> dict[str, Any]:
+    """What each of several workers did, in the order of their first shards."""
+    found: dict[str, dict[str, Any]] = {}
+    for receipt in (receipt for receipt in receipts if receipt.get("worker")):
+        nothing = {"worker": receipt["worker"], "shards": 0, **dict.fromkeys(OF_A_WORKER, 0)}
+        row = found.setdefault(receipt["worker"], nothing)
+        row["shards"] += 1
+        row |= {name: row[name] + receipt[name] for name in OF_A_WORKER}
+        row["peak_rss_bytes"] = max(row.get("peak_rss_bytes", 0), receipt["peak_rss_bytes"])
+    return {"workers": list(found.values())} if found else {}
 
 
 def _items(job: Job) -> dict[str, Any] | None:

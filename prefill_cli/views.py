@@ -10,8 +10,8 @@ BAR_COLUMNS, BARS_FROM_COLUMNS = 10, 60  # how long a full bar is, and how wide 
 SUMMARY = (  # what a person wants to see first, and how
     ("status", "{}"), ("output", "{}"), ("rows", "{:,}"), ("rows_out", "{:,}"), ("rejects", "{:,}"), ("tokens", "{:,}"),
     ("truncated_rows", "{:,}"), ("control_token_rows", "{:,}"), ("empty_lists", "{:,}"), ("unknown_ids", "{:,}"),
-    ("cached_rows", "{:,}"), ("shards", "{:,}"), ("batches", "{:,}"), ("encoder", "{}"), ("start_sec", "{:.2f}"),
-    ("encode_sec", "{:.2f}"), ("search_sec", "{:.2f}"), ("wall_sec", "{:.2f}"),
+    ("cached_rows", "{:,}"), ("shards", "{:,}"), ("slice", "{}"), ("missing_shards", "{:,}"), ("batches", "{:,}"),
+    ("encoder", "{}"), ("start_sec", "{:.2f}"), ("encode_sec", "{:.2f}"), ("search_sec", "{:.2f}"), ("wall_sec", "{:.2f}"),
     ("tokens_per_sec", "{:,.0f}"), ("device", "{}"), ("dtype", "{}"),
 )  # fmt: skip
 ALWAYS_SHOWN = {"status", "output", "rows", "rows_out", "rejects", "tokens", "device", "dtype"}

@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from prefill_cli import pipeline
 from prefill_cli.config import RunConfig
-from prefill_cli.engines.local import run_shards
+from prefill_cli.engines import engine_of
 
 HIDDEN = 32
 WORDS = [f"w{i}" for i in range(60)]
@@ -214,7 +214,8 @@ def job(tmp_path: Path, llama: Path) -> SimpleNamespace:
         return RunConfig(**(given | options))
 
     def run(**options: object) -> dict[str, object]:
-        return pipeline.run(config(**options), run_shards, Watcher())
+        settings = config(**options)
+        return pipeline.run(settings, engine_of(settings), Watcher())
 
     return SimpleNamespace(
         prompts=prompts, inputs=inputs, items=items, model=llama, out=tmp_path / "out", config=config, run=run

@@ -39,7 +39,6 @@ from prefill_cli.data.staging import Staging
 from prefill_cli.encoding.loading import quiet_transformers
 from prefill_cli.engines.local import run_shards
 from prefill_cli.errors import PrefillScoreError
-from prefill_cli.planning import plan_job, plan_search
 from prefill_cli.tools.inspect import inspect_path
 from prefill_cli.tools.show import UserQuery, read_lists
 
@@ -96,7 +95,7 @@ class Kinds:
         checked = write_variant(file, pa.table({k: pa.array(v) for k, v in columns.items()}), r)
         options |= {"exclude_column": "seen", "candidates_column": "only", "keep_columns": ("country", "tags")}
         config = self.config(inputs=(str(file),), shard_rows=r.choice([5, 100]), **options)
-        return Target(file, lambda: self.rows(config, plan_job), (3, 7), checked)
+        return Target(file, lambda: self.rows(config, "run"), (3, 7), checked)
 
     def vectors(self, variant: int) -> Target:
         r = random.Random(variant)
@@ -104,7 +103,7 @@ class Kinds:
         table = pa.table({"user_id": pa.array(range(ROWS)), "embedding": pa.array(list(numbers(ROWS, variant))).cast(kind)})
         file = self.folder / "in.parquet"
         checked = write_variant(file, table, r)
-        return Target(file, lambda: self.rows(self.config(inputs=(str(file),)), plan_search), (3, 7), checked)
+        return Target(file, lambda: self.rows(self.config(inputs=(str(file),)), "search"), (3, 7), checked)
 
     def vector_matrix(self, variant: int) -> Target:
         file = self.folder / ("in.npy", "in.safetensors")[variant % 2]
@@ -113,7 +112,7 @@ class Kinds:
         checked = write_variant(ids, pa.table({"user_id": [f"u{i}" for i in range(ROWS)]}), random.Random(variant))
         config = self.config(inputs=(str(file),), vector_column="embedding", user_ids=ids if variant % 3 else None)
         damaged = ids if variant % 3 == 1 else file
-        return Target(damaged, lambda: self.rows(config, plan_search), (3, 7), checked and damaged == ids)
+        return Target(damaged, lambda: self.rows(config, "search"), (3, 7), checked and damaged == ids)
 
     def items(self, variant: int) -> Target:
         r = random.Random(variant)
@@ -126,7 +125,7 @@ class Kinds:
         file = self.folder / "catalogue.parquet"
         checked = write_variant(file, table, r)
         config = self.config(items=file, item_bias_column="bias" if variant % 3 else None)
-        return Target(file, lambda: self.rows(config, plan_search), (4,) if checked else (4, 7), checked)
+        return Target(file, lambda: self.rows(config, "search"), (4,) if checked else (4, 7), checked)
 
     def item_matrix(self, variant: int) -> Target:
         file = self.folder / ("catalogue.npy", "catalogue.safetensors")[variant % 2]
@@ -135,7 +134,7 @@ class Kinds:
         checked = write_variant(ids, pa.table({"item_id": [f"i{i}" for i in range(ITEMS)]}), random.Random(variant))
         config = self.config(items=file, item_ids=ids if variant % 3 else None)
         damaged = ids if variant % 3 == 1 else file
-        return Target(damaged, lambda: self.rows(config, plan_search), (4, 7), checked and damaged == ids)
+        return Target(damaged, lambda: self.rows(config, "search"), (4, 7), checked and damaged == ids)
 
     def head(self, variant: int) -> Target:
         kind = ("mlp", "user_tower")[variant % 2]
@@ -148,7 +147,7 @@ class Kinds:
         file = self.folder / "head.safetensors"
         save_file(tensors, file, {"head": kind, "activation": "relu"})
         config = self.config(head=file, score="mlp" if kind == "mlp" else "dot")
-        return Target(file, lambda: self.rows(config, plan_search), (4, 7), exact=False)
+        return Target(file, lambda: self.rows(config, "search"), (4, 7), exact=False)
 
     def lists(self, variant: int) -> Target:
         ids = [f"i{i}" for i in range(0, 30, 2)]
@@ -158,7 +157,7 @@ class Kinds:
         else:
             file.write_text("\n".join(ids), "utf-8-sig" if variant % 4 else "utf-8")
         config = self.config(**{("allow", "deny")[variant // 2 % 2]: file})
-        return Target(file, lambda: self.rows(config, plan_search), (4,), checked)
+        return Target(file, lambda: self.rows(config, "search"), (4,), checked)
 
     def toml(self, variant: int) -> Target:
         file = self.folder / ("prefill-score.toml", "pyproject.toml")[variant % 2]
@@ -180,19 +179,19 @@ class Kinds:
         weights = dict.fromkeys(tensor_names(folder / "model.safetensors"), "model.safetensors")
         (folder / names[4]).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weights}))
         config = self.config(model=str(folder), inputs=(str(self.prompt_file),))
-        return Target(folder / names[variant % 5], lambda: self.all_counted(config, plan_job), (2, 4, 5, 7), exact=False)
+        return Target(folder / names[variant % 5], lambda: self.all_counted(config, "run"), (2, 4, 5, 7), exact=False)
 
     def leftovers(self, variant: int) -> Target:
         config = self.config(shard_rows=5)
         copy_of(self.interrupted, self.out.parent / ".out.staging")
         names = ("run.json", "receipts/00000.json", "receipts/00001.json")
         file = Staging(self.out).folder / names[variant % 3]
-        return Target(file, lambda: self.rows(config, plan_search), (6,))
+        return Target(file, lambda: self.rows(config, "search"), (6,))
 
     def result(self, variant: int) -> Target:
         """Damage to what was published: the manifest, a part, the rejects."""
         copy_of(self.published, self.out)
-        use = (lambda: self.rows(self.config(), plan_search), self.shown, self.inspected)[variant % 3]
+        use = (lambda: self.rows(self.config(), "search"), self.shown, self.inspected)[variant % 3]
         names = ["_manifest.json"] if variant % 3 == 0 else ["_manifest.json", "part-00000.parquet"]
         return Target(self.out / names[variant // 3 % len(names)], use, (6, 3), exact=variant % 3 != 2)
 
@@ -231,12 +230,12 @@ class Kinds:
         prompts = {"keep_columns": ("extra",), "exclude_column": "seen", "max_rejects": "100%"}
         kind, mode = r.choice(("messages_column", "token_ids_column", "prompt_column")), r.choice(("fail", "drop"))
         options, plan, codes = {
-            "prompts": (prompts | {kind: "prompt"}, plan_job, (2, 3)),
-            "vectors": (prompts, plan_search, (2, 3, 4)),  # 4: odd vectors that are all of one other width
-            "items": ({"bad_items": mode, "item_bias_column": r.choice([None, "extra"])}, plan_search, (4,)),
-            "item_ids": ({"items": self.folder / "m.npy", "item_ids": file}, plan_search, (4,)),
-            "user_ids": ({"inputs": (str(self.folder / "m.npy"),), "user_ids": file}, plan_search, (2, 3)),
-            "allow": ({"allow": file}, plan_search, (4,)),
+            "prompts": (prompts | {kind: "prompt"}, "run", (2, 3)),
+            "vectors": (prompts, "search", (2, 3, 4)),  # 4: odd vectors that are all of one other width
+            "items": ({"bad_items": mode, "item_bias_column": r.choice([None, "extra"])}, "search", (4,)),
+            "item_ids": ({"items": self.folder / "m.npy", "item_ids": file}, "search", (4,)),
+            "user_ids": ({"inputs": (str(self.folder / "m.npy"),), "user_ids": file}, "search", (2, 3)),
+            "allow": ({"allow": file}, "search", (4,)),
         }[role]  # fmt: skip
         named = {"prompts": "inputs", "vectors": "inputs", "items": "items"}.get(role)
         options |= {named: (str(file),) if named == "inputs" else file} if named else {}
@@ -268,7 +267,7 @@ class Kinds:
             ({"head": file, "score": r.choice(["mlp", "dot"])}, (4,)),
         ])  # fmt: skip
         return Target(
-            file, lambda: self.all_counted(self.config(**options), plan_search), (*codes, 7), exact=False, odd=True
+            file, lambda: self.all_counted(self.config(**options), "search"), (*codes, 7), exact=False, odd=True
         )
 
     # --- how it is read ------------------------------------------------------------------------------------------------
@@ -316,7 +315,7 @@ class Kinds:
 
     @cached_property
     def published(self) -> Path:
-        pipeline.run(self.config(), run_shards, Watcher(), plan_search)
+        pipeline.run(self.config(), run_shards, Watcher(), "search")
         return Path(self.out.rename(self.folder.parent / "base" / "published"))
 
     @cached_property
@@ -328,7 +327,7 @@ class Kinds:
             raise KeyboardInterrupt
 
         try:
-            pipeline.run(self.config(shard_rows=5), engine, Watcher(), plan_search)
+            pipeline.run(self.config(shard_rows=5), engine, Watcher(), "search")
         except KeyboardInterrupt:
             return Path(Staging(self.out).folder.rename(self.folder.parent / "base" / "interrupted"))
         raise AssertionError

@@ -15,7 +15,7 @@ import shutil
 import time
 from pathlib import Path
 
-from prefill_cli import machine, outcome, pipeline
+from prefill_cli import machine, outcome, worker
 from prefill_cli.data import cache, locks, staging
 from prefill_cli.data.prompts import ShardReader
 from prefill_cli.encoding.prefill import PrefillEncoder
@@ -42,13 +42,13 @@ def in_c(mark):
 HOW = {"python": in_python, "c": in_c}
 WHERE = {
     "reading": (ShardReader, "_piece"),
-    "read": (pipeline.Worker, "read"),
-    "encode": (pipeline.Worker, "encode"),
+    "read": (worker.Worker, "read"),
+    "encode": (worker.Worker, "encode"),
     "batch": (PrefillEncoder, "_vectors"),
-    "finish": (pipeline.Worker, "finish"),
+    "finish": (worker.Worker, "finish"),
     "search": (outcome, "search"),
-    "load": (pipeline, "load_base_model"),
-    "planned": (pipeline.Worker, "__init__"),
+    "load": (worker, "load_base_model"),
+    "planned": (worker.Worker, "__init__"),
     "publish": (staging.Staging, "publish"),
     "hash": (__import__("hashlib"), "file_digest"),
     "segment": (cache, "write_segment"),
@@ -59,7 +59,7 @@ def before(where, deed, call=1):
     """`deed` at the beginning of a call; `call` counts from the third shard on where it is about shards."""
     owner, name = WHERE[where]
     real, seen = getattr(owner, name), []
-    encode = pipeline.Worker.encode
+    encode = worker.Worker.encode
     begun = [where != "batch"]
 
     def wrapped(*args, **kwargs):
@@ -75,7 +75,7 @@ def before(where, deed, call=1):
 
     setattr(owner, name, wrapped)
     if where == "batch":
-        pipeline.Worker.encode = tell
+        worker.Worker.encode = tell
 
 
 def stuck(where, how, mark, call=1):

@@ -15,7 +15,7 @@ from conftest import HIDDEN, Watcher, random_prompts, save_llama, write_items, w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefill_cli import pipeline
+from prefill_cli import pipeline, worker
 from prefill_cli.config import seconds, size_bytes
 from prefill_cli.data import cache as vector_cache
 from prefill_cli.data.cache import VectorCache, compact, folder_of, keys_of, open_segment, segment_names, write_segment
@@ -230,7 +230,7 @@ def test_the_second_night_encodes_what_changed_and_its_result_has_the_same_bytes
 def test_new_items_load_no_model_where_every_vector_is_kept(job, tmp_path, monkeypatch):
     cache = tmp_path / "vectors"
     job.run(cache=cache)
-    monkeypatch.setattr(pipeline, "load_base_model", None)
+    monkeypatch.setattr(worker, "load_base_model", None)
     items = write_items(
         tmp_path / "new.parquet", vectors=np.random.default_rng(8).standard_normal((50, HIDDEN)).astype("f4")
     )
@@ -299,7 +299,7 @@ def test_a_resumed_run_sees_the_cache_as_its_first_start_saw_it(job, tmp_path):
 
 
 def test_a_prompt_that_has_no_vector_is_rejected_again_the_next_night(job, tmp_path, monkeypatch):
-    choose, longest = pipeline.Worker._choose_encoder, 1 + max(len(prompt.split()) for prompt in job.prompts)
+    choose, longest = worker.Worker._choose_encoder, 1 + max(len(prompt.split()) for prompt in job.prompts)
 
     def choose_broken(self, *arguments):
         encoder = choose(self, *arguments)
@@ -313,7 +313,7 @@ def test_a_prompt_that_has_no_vector_is_rejected_again_the_next_night(job, tmp_p
         encoder.encode = broken
         return encoder
 
-    monkeypatch.setattr(pipeline.Worker, "_choose_encoder", choose_broken)
+    monkeypatch.setattr(worker.Worker, "_choose_encoder", choose_broken)
     first = job.run(cache=tmp_path / "vectors", max_rejects="50%")
     second = job.run(cache=tmp_path / "vectors", max_rejects="50%", output=tmp_path / "again")
     assert first["rejects"] == second["rejects"] > 0

@@ -14,7 +14,7 @@ import pytest
 from conftest import PROJECT, random_prompts, write_items, write_prompts
 from typer.testing import CliRunner
 
-from prefill_cli import __version__, cli, outcome, pipeline, signals
+from prefill_cli import __version__, cli, outcome, pipeline, signals, worker
 from prefill_cli.data.manifest import MANIFEST, is_finished
 from prefill_cli.data.tokenization import PromptTokenizer
 from prefill_cli.errors import Interrupted
@@ -219,7 +219,7 @@ def crash_in_encoding(monkeypatch):
         def encode(self, input_ids, on_batch):
             raise RuntimeError(f"prompt {SECRET}")
 
-    monkeypatch.setattr(pipeline.Worker, "_choose_encoder", lambda *_: Encoder())
+    monkeypatch.setattr(worker.Worker, "_choose_encoder", lambda *_: Encoder())
 
 
 def crash_in_search(monkeypatch):

@@ -28,7 +28,7 @@ def help_of(*words: str) -> str:
     return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
 
 
-COMMANDS = ("run", "embed", "search", "plan", "show", "evaluate", "report", "cache", "inspect", "bench", "verify")
+COMMANDS = ("run", "finish", "embed", "search", "plan", "show", "evaluate", "report", "cache", "inspect", "bench", "verify")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -13,7 +13,7 @@ import transformers as tf
 from conftest import HIDDEN, SPECIALS, WORDS, Watcher, make_tokenizer, reference_vectors, save_llama, write_prompts
 from safetensors.torch import load_file
 
-from prefill_cli import pipeline, planning
+from prefill_cli import pipeline, planning, worker
 from prefill_cli.config import RunConfig
 from prefill_cli.data import file_staging
 from prefill_cli.data.disk import read_json, write_json
@@ -43,7 +43,7 @@ def shelf(tmp_path, llama):
 
     def embed(**options):
         given = {"id_column": "item_id", "prompt_column": "title", "output": tmp_path / "items.parquet"} | options
-        return do(pipeline.plan_embed, titles, **given)
+        return do("embed", titles, **given)
 
     return SimpleNamespace(do=do, embed=embed, titles=titles, out=tmp_path / "items.parquet", model=llama)
 
@@ -82,7 +82,7 @@ def test_each_texts_nearest_item_is_itself(shelf, tmp_path, name):
     shelf.embed(output=tmp_path / name)
     ids = {"item_ids": tmp_path / "items.ids.parquet"} if name.endswith(".safetensors") else {}
     options = {"id_column": "item_id", "prompt_column": "title", "output": tmp_path / "top", "top_k": 3, "score": "cosine"}
-    shelf.do(pipeline.plan_job, shelf.titles, items=tmp_path / name, strict_provenance=True, **options, **ids)
+    shelf.do("run", shelf.titles, items=tmp_path / name, strict_provenance=True, **options, **ids)
     found = pq.read_table(tmp_path / "top" / "part-00000.parquet")
     assert [items[0] for items in found["item_ids"].to_pylist()] == found["item_id"].to_pylist()
     assert all(abs(scores[0] - 1) < 1e-6 for scores in found["scores"].to_pylist())
@@ -91,12 +91,12 @@ def test_each_texts_nearest_item_is_itself(shelf, tmp_path, name):
 def test_search_over_embedded_prompts_gives_the_bytes_of_run(shelf, tmp_path):
     shelf.embed()
     prompts = write_prompts(tmp_path / "prompts.parquet", TITLES[::-1])
-    shelf.do(pipeline.plan_job, prompts, items=shelf.out, output=tmp_path / "run", top_k=5)
+    shelf.do("run", prompts, items=shelf.out, output=tmp_path / "run", top_k=5)
     for name in ("users.parquet", "users", "users.safetensors"):
-        shelf.do(pipeline.plan_embed, prompts, output=tmp_path / name)
+        shelf.do("embed", prompts, output=tmp_path / name)
         ids = {"user_ids": tmp_path / "users.ids.parquet"} if name.endswith(".safetensors") else {}
         shelf.do(
-            pipeline.plan_search, tmp_path / name, items=shelf.out, output=tmp_path / "search", top_k=5, overwrite=True,
+            "search", tmp_path / name, items=shelf.out, output=tmp_path / "search", top_k=5, overwrite=True,
             strict_provenance=True, **ids,
         )  # fmt: skip
         parts = [(tmp_path / folder / "part-00000.parquet").read_bytes() for folder in ("run", "search")]
@@ -123,16 +123,16 @@ def test_items_of_another_model_are_noticed(shelf, tmp_path, name, caplog, gpt2)
     prompts = write_prompts(tmp_path / "prompts.parquet", ["w1 w2", "w3"])
     given = {"items": tmp_path / name, "output": tmp_path / "top", "model": str(gpt2)} | ids
     with pytest.raises(ItemsError, match="was made with another model_sha256"):
-        shelf.do(pipeline.plan_job, prompts, strict_provenance=True, **given)
-    shelf.do(pipeline.plan_job, prompts, **given)
+        shelf.do("run", prompts, strict_provenance=True, **given)
+    shelf.do("run", prompts, **given)
     assert "made with another model_sha256" in caplog.text
     given["model"] = str(shelf.model)
     with pytest.raises(ItemsError, match=r"made with another pooling \(last, now mean\)"):
-        shelf.do(pipeline.plan_job, prompts, strict_provenance=True, pooling="mean", **given)
-    shelf.do(pipeline.plan_embed, prompts, output=tmp_path / "users.parquet", model=str(gpt2))
+        shelf.do("run", prompts, strict_provenance=True, pooling="mean", **given)
+    shelf.do("embed", prompts, output=tmp_path / "users.parquet", model=str(gpt2))
     with pytest.raises(ItemsError, match="was made with another"):
         users = tmp_path / "users.parquet"
-        shelf.do(pipeline.plan_search, users, items=tmp_path / name, output=tmp_path / "s", strict_provenance=True, **ids)
+        shelf.do("search", users, items=tmp_path / name, output=tmp_path / "s", strict_provenance=True, **ids)
 
 
 def test_a_matrix_goes_with_the_ids_that_were_written_with_it(shelf, tmp_path):
@@ -143,11 +143,11 @@ def test_a_matrix_goes_with_the_ids_that_were_written_with_it(shelf, tmp_path):
     run = {"items": out, "output": tmp_path / "top", "id_column": "item_id", "prompt_column": "title"}
     for given, words in (({}, "give --item-ids"), ({"item_ids": other}, "not the ids that were written with")):
         with pytest.raises(ItemsError, match=words):
-            shelf.do(pipeline.plan_job, shelf.titles, **run, **given)
+            shelf.do("run", shelf.titles, **run, **given)
     search = {"items": out, "item_ids": ids, "output": tmp_path / "top", "id_column": "item_id"}
     for given, words in (({}, "give --user-ids"), ({"user_ids": other}, "not the ids that were written with")):
         with pytest.raises(InputError, match=words):
-            shelf.do(pipeline.plan_search, out, **search, **given)
+            shelf.do("search", out, **search, **given)
 
 
 @pytest.mark.parametrize("name", ["items.parquet", "items.safetensors", "items"])
@@ -165,7 +165,7 @@ def test_the_same_command_does_nothing_and_another_needs_overwrite(shelf, tmp_pa
 @pytest.mark.parametrize("name", ["items.parquet", "items.safetensors", "items"])
 def test_a_file_or_folder_that_no_embed_made_is_never_replaced(shelf, tmp_path, name):
     out = tmp_path / name
-    shelf.do(pipeline.plan_job, shelf.titles, id_column="item_id", prompt_column="title", output=tmp_path / "lists",
+    shelf.do("run", shelf.titles, id_column="item_id", prompt_column="title", output=tmp_path / "lists",
              items=write_own(tmp_path / "own.parquet"))  # fmt: skip
     out.write_text("mine") if "." in name else (tmp_path / "lists").rename(out)
     words = "which is lists, and this command makes vectors" if name == "items" else "no run of prefill-score made this file"
@@ -186,7 +186,7 @@ def write_own(path: Path) -> Path:
 def test_a_run_does_not_replace_vectors_either(shelf, tmp_path):
     shelf.embed(output=tmp_path / "folder")
     with pytest.raises(OutputError, match="which is vectors, and this command makes lists"):
-        shelf.do(pipeline.plan_job, shelf.titles, id_column="item_id", prompt_column="title", output=tmp_path / "folder",
+        shelf.do("run", shelf.titles, id_column="item_id", prompt_column="title", output=tmp_path / "folder",
                  items=write_own(tmp_path / "own.parquet"), overwrite=True)  # fmt: skip
 
 
@@ -195,7 +195,7 @@ def test_leftovers_of_the_other_command_are_no_result(shelf, tmp_path, monkeypat
     folder = tmp_path / ".both.staging"
     folder.mkdir()
     write_json(folder / "run.json", {"fingerprint": {"result": "vectors"}, "choices": {}})
-    done = shelf.do(pipeline.plan_job, shelf.titles, id_column="item_id", prompt_column="title", output=tmp_path / "both",
+    done = shelf.do("run", shelf.titles, id_column="item_id", prompt_column="title", output=tmp_path / "both",
                     items=write_own(tmp_path / "own.parquet"))  # fmt: skip
     assert (done["status"], folder.exists()) == ("done", False)
 
@@ -206,7 +206,7 @@ def columns_of(out: Path) -> pa.Table:
 
 def test_a_stopped_embed_goes_on_where_it_was(shelf, tmp_path, monkeypatch):
     shelf.embed(output=tmp_path / "whole.parquet", shard_rows=7)
-    encode, calls = pipeline.Worker.encode, []
+    encode, calls = worker.Worker.encode, []
 
     def stop_at_the_third(self, read, on_batch):
         calls.append(read.shard.index)
@@ -214,12 +214,12 @@ def test_a_stopped_embed_goes_on_where_it_was(shelf, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return encode(self, read, on_batch)
 
-    monkeypatch.setattr(pipeline.Worker, "encode", stop_at_the_third)
+    monkeypatch.setattr(worker.Worker, "encode", stop_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         shelf.embed(shard_rows=7)
     assert not shelf.out.exists()
     calls.clear()
-    monkeypatch.setattr(pipeline.Worker, "encode", lambda self, *rest: (calls.append(1), encode(self, *rest))[1])
+    monkeypatch.setattr(worker.Worker, "encode", lambda self, *rest: (calls.append(1), encode(self, *rest))[1])
     shelf.embed(shard_rows=7)
     assert len(calls) == 4, "two of six shards were done"
     assert columns_of(shelf.out) == columns_of(tmp_path / "whole.parquet")
@@ -236,10 +236,10 @@ def test_an_end_between_ids_and_matrix_never_gives_ids_of_others(shelf, tmp_path
     monkeypatch.setattr(file_staging, "safetensors_header", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     again = {"id_column": "item_id", "prompt_column": "title", "output": out, "overwrite": True}
     with pytest.raises(KeyboardInterrupt):
-        shelf.do(pipeline.plan_embed, other, **again)
+        shelf.do("embed", other, **again)
     assert (out.read_bytes(), pq.read_table(ids).num_rows) == (matrix_before, 30)
     with pytest.raises(ItemsError, match="not the ids that were written with"):
-        shelf.do(pipeline.plan_job, shelf.titles, items=out, item_ids=ids, output=tmp_path / "top", id_column="item_id",
+        shelf.do("run", shelf.titles, items=out, item_ids=ids, output=tmp_path / "top", id_column="item_id",
                  prompt_column="title")  # fmt: skip
     monkeypatch.setattr(file_staging, "safetensors_header", header)
     assert shelf.embed(output=out, overwrite=True)["status"] == "done", "the first command sees that its ids are gone"
@@ -253,9 +253,9 @@ def test_rejects_lie_beside_a_file_and_go_with_the_next(shelf, tmp_path, name):
     pq.write_table(pa.table({"item_id": ["a", "b", None], "title": ["w1", "", "w2"]}), tmp_path / "bad.parquet")
     bad = {"id_column": "item_id", "prompt_column": "title", "output": tmp_path / name}
     with pytest.raises(TooManyRejectsError):
-        shelf.do(pipeline.plan_embed, tmp_path / "bad.parquet", **bad)
+        shelf.do("embed", tmp_path / "bad.parquet", **bad)
     assert not rejected.exists()
-    totals = shelf.do(pipeline.plan_embed, tmp_path / "bad.parquet", **bad, max_rejects="2")
+    totals = shelf.do("embed", tmp_path / "bad.parquet", **bad, max_rejects="2")
     assert (totals["rows_out"], totals["reject_reasons"]) == (1, {"empty_prompt": 1, "null_id": 1})
     assert pq.read_table(rejected)["source_row"].to_pylist() == [1, 2]
     shelf.embed(output=tmp_path / name, overwrite=True)
@@ -268,9 +268,9 @@ def test_rejects_lie_beside_a_file_and_go_with_the_next(shelf, tmp_path, name):
 def test_no_rows_make_a_file_with_a_schema(shelf, tmp_path):
     pq.write_table(pq.read_table(shelf.titles).slice(0, 0), tmp_path / "none.parquet")
     given = {"id_column": "item_id", "prompt_column": "title"}
-    shelf.do(pipeline.plan_embed, tmp_path / "none.parquet", output=shelf.out, **given)
+    shelf.do("embed", tmp_path / "none.parquet", output=shelf.out, **given)
     assert pq.read_schema(shelf.out).field("embedding").type == pa.list_(pa.float32(), HIDDEN)
-    shelf.do(pipeline.plan_embed, tmp_path / "none.parquet", output=tmp_path / "n.safetensors", **given)
+    shelf.do("embed", tmp_path / "none.parquet", output=tmp_path / "n.safetensors", **given)
     assert load_file(tmp_path / "n.safetensors")["embeddings"].shape == (0, HIDDEN)
 
 
@@ -342,13 +342,13 @@ TOKENS = [[7], [8, 9], [10, 11, 12], [7, 7]]
 @pytest.fixture
 def tokens(shelf, tmp_path, monkeypatch):
     """`embed(column, **options)` of token ids, in which no model is loaded; returns [n, d]."""
-    monkeypatch.setattr(pipeline, "load_base_model", None)
+    monkeypatch.setattr(worker, "load_base_model", None)
 
     def embed(column=None, **options):
         column = pa.array(TOKENS, pa.list_(pa.int32())) if column is None else column
         given = {"id_column": "item_id", "token_ids_column": "tokens", "output": tmp_path / "rows.parquet"}
         path = token_items(tmp_path / "tokens.parquet", column)
-        totals = shelf.do(pipeline.plan_embed, path, **given | {"overwrite": True, "from_lm_head": True} | options)
+        totals = shelf.do("embed", path, **given | {"overwrite": True, "from_lm_head": True} | options)
         return SimpleNamespace(vectors=matrix(pq.read_table(tmp_path / "rows.parquet")["embedding"]), totals=totals)
 
     return embed
@@ -390,7 +390,7 @@ def test_the_scores_of_such_items_are_the_logits_of_their_tokens(tokens, shelf, 
     tokens(pa.array(range(65)))
     monkeypatch.undo()
     prompts = write_prompts(tmp_path / "prompts.parquet", ["w1 w2 w3", "w7"])
-    shelf.do(pipeline.plan_job, prompts, items=tmp_path / "rows.parquet", output=tmp_path / "top", top_k=65,
+    shelf.do("run", prompts, items=tmp_path / "rows.parquet", output=tmp_path / "top", top_k=65,
              strict_provenance=True)  # fmt: skip
     model = tf.AutoModelForCausalLM.from_pretrained(shelf.model, dtype=torch.float32).eval()
     found = pq.read_table(tmp_path / "top" / "part-00000.parquet")
@@ -437,10 +437,8 @@ def test_a_model_that_is_loaded_for_prompts_is_not_changed_by_the_option(shelf, 
     """Left in a file of options, from-lm-head concerns embed alone."""
     prompts = write_prompts(tmp_path / "prompts.parquet", ["w1 w2", "w3"])
     shelf.embed()
-    shelf.do(pipeline.plan_job, prompts, items=shelf.out, output=tmp_path / "top")
-    assert shelf.do(pipeline.plan_job, prompts, items=shelf.out, output=tmp_path / "top", from_lm_head=True)["status"] == (
-        "unchanged"
-    )
+    shelf.do("run", prompts, items=shelf.out, output=tmp_path / "top")
+    assert shelf.do("run", prompts, items=shelf.out, output=tmp_path / "top", from_lm_head=True)["status"] == ("unchanged")
 
 
 def test_save_llama_is_not_tied(tmp_path):

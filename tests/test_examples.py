@@ -56,6 +56,7 @@ def shelf(tmp_path_factory):
         call("prefill-score run prompts.parquet -m ./model -i items.parquet -k 50 --exclude-column seen_items "
              "--keep-columns next_item --cache vectors")  # fmt: skip
         shutil.copytree("prompts.topk", "yesterday.topk")
+        call("prefill-score run prompts.parquet -m ./model -i items.parquet -o slices.topk --shard-rows 12 --shard-of 0/1")
         for name in ("vectors.parquet", "users.parquet"):
             call(f"prefill-score embed prompts.parquet -m ./model -o {name}")
     return folder
@@ -94,7 +95,9 @@ def names_of_training_code() -> dict:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.vllm] * (page.name == "vllm.md"), id=page.name) for page in PAGES]
+)
 def test_what_each_page_shows_runs_from_top_to_bottom(here, page):
     text = page.read_text()
     names = names_of_training_code()

@@ -14,7 +14,7 @@ from prefill_cli.data import results
 from prefill_cli.encoding.prefill import PrefillEncoder
 from prefill_cli.engines.local import run_shards
 from prefill_cli.errors import InputError
-from prefill_cli.pipeline import Worker
+from prefill_cli.worker import Worker
 
 
 def slowly(monkeypatch, seconds: float = 0.2):

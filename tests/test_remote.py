@@ -17,8 +17,8 @@ from proxy import Proxy
 from pyarrow import fs
 from s3_server import s3, s3_server  # noqa: F401
 
-from prefill_cli import pipeline, storage
-from prefill_cli.data import remote_staging
+from prefill_cli import pipeline, storage, worker
+from prefill_cli.data import drafts, remote_staging
 from prefill_cli.data.disk import from_json
 from prefill_cli.data.inputs import find_files
 from prefill_cli.data.remote_staging import current_run, pointer_to
@@ -136,14 +136,14 @@ def test_vectors_elsewhere_are_what_run_and_search_are_given_by_their_folders_na
     items, users = Uri(f"{bucket}/items"), Uri(f"{bucket}/users")
     for inputs, output in ((tmp_path / "titles.parquet", items), (job.inputs, users)):
         config = job.config(inputs=(str(inputs),), items=None, output=output, shard_rows=7)
-        pipeline.run(config, run_shards, Watcher(), pipeline.plan_embed)
+        pipeline.run(config, run_shards, Watcher(), "embed")
     table = pq.read_table(tmp_path / "titles.parquet")
     embed = job.config(inputs=(str(tmp_path / "titles.parquet"),), items=None, output=tmp_path / "items")
-    pipeline.run(embed, run_shards, Watcher(), pipeline.plan_embed)
+    pipeline.run(embed, run_shards, Watcher(), "embed")
     assert table["user_id"].to_pylist() == pq.read_table(tmp_path / "items")["user_id"].to_pylist()
     job.run(items=tmp_path / "items", item_id_column="user_id", strict_provenance=True)
     far = job.config(inputs=(users,), items=items, item_id_column="user_id", output=tmp_path / "far", strict_provenance=True)
-    pipeline.run(far, run_shards, Watcher(), pipeline.plan_search)
+    pipeline.run(far, run_shards, Watcher(), "search")
     assert parts(tmp_path / "far") == parts(job.out)
 
 
@@ -330,7 +330,7 @@ def test_leftovers_of_another_run_are_in_the_way_unless_overwritten(job, bucket)
 
 
 def test_a_run_that_fails_before_its_first_shard_leaves_nothing(job, bucket, monkeypatch):
-    monkeypatch.setattr(pipeline, "load_base_model", None)
+    monkeypatch.setattr(worker, "load_base_model", None)
     with pytest.raises(TypeError):
         job.run(output=Uri(f"{bucket}/out"))
     assert storage.listing(Uri(f"{bucket}/out")) == {}
@@ -350,16 +350,16 @@ def test_a_connection_that_breaks_mid_upload_publishes_nothing_and_the_same_comm
     with Proxy(("127.0.0.1", s3_server.port)) as line:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{line.port}")
         storage._system.cache_clear()
-        commit = remote_staging.RemoteStaging.commit
+        deliver = drafts.UploadedDrafts.deliver
 
-        def break_then_commit(self, shard, receipt):
+        def break_then_deliver(self, shard):
             if shard.index == 1:
                 line.cut_after_bytes = cut
-            commit(self, shard, receipt)
+            return deliver(self, shard)
 
         options = {"output": out, "shard_rows": 10, "items": items, "top_k": 1_000, "overwrite": True}
         with monkeypatch.context() as patch:
-            patch.setattr(remote_staging.RemoteStaging, "commit", break_then_commit)
+            patch.setattr(drafts.UploadedDrafts, "deliver", break_then_deliver)
             with pytest.raises(OutputError, match="cannot be reached, or the connection broke"):
                 job.run(**options)
         line.cut_after_bytes = None
@@ -414,7 +414,7 @@ def test_a_fault_that_is_not_the_output_s_is_not_told_as_one(job, bucket, monkey
     def fail(*_):
         raise UnicodeDecodeError("utf-8", b"x", 0, 1, "odd")
 
-    monkeypatch.setattr(pipeline, "load_base_model", fail)
+    monkeypatch.setattr(worker, "load_base_model", fail)
     with pytest.raises(UnicodeDecodeError):
         job.run(output=Uri(f"{bucket}/out"))
 

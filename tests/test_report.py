@@ -311,7 +311,7 @@ def test_a_search_tells_of_users_and_has_no_tokens(job, tmp_path, unplotted):
         def start(self, *_): ...
         def advance(self, *_): ...
 
-    pipeline.run(config, run_shards, Silent(), pipeline.plan_search)
+    pipeline.run(config, run_shards, Silent(), "search")
     page = page_of(job.out)
     for said in ("No prompt was tokenised", "users a second of the search", "none: the users' vectors were given"):
         assert said in page.text, said

@@ -18,10 +18,11 @@ import torch
 from conftest import WORDS, Watcher, random_prompts, reference_vectors, write_items, write_prompts
 
 from prefill_cli import job as plan
-from prefill_cli import pipeline
+from prefill_cli import pipeline, worker
 from prefill_cli.data.disk import read_json, write_json
 from prefill_cli.data.manifest import MANIFEST, SUCCESS
 from prefill_cli.encoding.prefill import PrefillEncoder
+from prefill_cli.engines import local
 from prefill_cli.engines.local import run_shards
 from prefill_cli.errors import OutputError, TooManyRejectsError
 
@@ -52,7 +53,7 @@ def stop_after(job, shards: int, **options: object) -> None:
 
 
 def test_a_model_that_fails_in_a_later_shard_publishes_nothing_and_the_same_command_finishes(job, tmp_path, monkeypatch):
-    choose, calls = pipeline.Worker._choose_encoder, itertools.count(1)
+    choose, calls = worker.Worker._choose_encoder, itertools.count(1)
 
     def fragile(worker, *arguments):
         encoder = choose(worker, *arguments)
@@ -67,7 +68,7 @@ def test_a_model_that_fails_in_a_later_shard_publishes_nothing_and_the_same_comm
         return encoder
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline.Worker, "_choose_encoder", fragile)
+        patch.setattr(worker.Worker, "_choose_encoder", fragile)
         with pytest.raises(RuntimeError, match="boom"):
             job.run(shard_rows=7)
     assert not job.out.exists()
@@ -98,7 +99,8 @@ def test_a_model_that_fails_in_a_later_shard_publishes_nothing_and_the_same_comm
 
 def test_a_run_that_had_only_to_publish_loads_no_model(job, monkeypatch):
     stop_after(job, 5, shard_rows=6)
-    monkeypatch.setattr(pipeline, "Worker", None)
+    monkeypatch.setattr(worker, "Worker", None)
+    monkeypatch.setattr(local, "Worker", None)
     assert job.run(shard_rows=6)["shards"] == 5
 
 

@@ -35,7 +35,7 @@ def world(tmp_path):
 
     def search(*inputs, **options):
         given = {"items": tmp_path / "items.parquet", "output": tmp_path / "out", "top_k": 7, "device": "cpu"} | options
-        return pipeline.run(RunConfig(inputs=tuple(map(str, inputs)), **given), run_shards, Watcher(), pipeline.plan_search)
+        return pipeline.run(RunConfig(inputs=tuple(map(str, inputs)), **given), run_shards, Watcher(), "search")
 
     return SimpleNamespace(vectors=vectors, items=items, search=search, out=tmp_path / "out")
 

@@ -39,9 +39,9 @@ def write(out: Path, name: str, *, overwrite: bool = True, shards: list[Shard] =
         return []
     for shard in shards:
         if staging.receipt(shard) is None:
-            with replacing(staging.part(shard)) as file:
+            with replacing(staging.drafts.part(shard)) as file:
                 file.write(name.encode())
-            staging.commit(shard, {"rows": 1})
+            staging.commit(shard, staging.drafts.deliver(shard) | {"rows": 1})
             done.append(shard.index)
     if publish:
         staging.publish(manifest_of(name))

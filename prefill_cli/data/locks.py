@@ -1,17 +1,20 @@
-"""One writer of an output at a time.
+"""One writer of an output at a time, or several slices of one (--shard-of).
 
 `.OUT.lock` is held by flock, which the system frees when the process dies, however it dies, and says who holds it. Where a
-file system knows no flock, what the file says decides.
+file system knows no flock, what the file says decides. A slice holds `.OUT.slice-3-of-16.lock`. Whoever wants the whole
+takes its lock first and looks for slices then, and a slice the other way round, so that never both are at work.
 """
 
 import contextlib
 import errno
 import fcntl
+import glob
 import json
 import logging
 import os
 import secrets
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,17 +23,63 @@ from prefill_cli.data.disk import writing
 from prefill_cli.errors import OutputError
 
 log = logging.getLogger(__name__)
+TURN_WITHIN_SEC, TURN_LOOK_SEC = 60.0, 0.05
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
+def lock_path(out: Path, part: str = "") -> Path:
+    return out.parent / (f".{out.name}.{part}.lock" if part else f".{out.name}.lock")
+
+
 @contextlib.contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Hold the lock of an output folder for the block.
+def locked(out: Path, part: str = "") -> Iterator[None]:
+    """Hold the lock of an output folder, or of a slice of the run that makes it, for the block.
 
     Raises:
-        OutputError: another living process holds it, or its folder cannot be written.
+        OutputError: another living process holds it, or the other kind of lock; its folder cannot be written.
     """
-    path = out.parent / f".{out.name}.lock"
+    with _held(lock_path(out, part), out):
+        if part:
+            check_free(lock_path(out))
+        elif others := slices_at_work(out):
+            raise OutputError(f"{out}: {', '.join(others)} of a run are being done; wait for them")
+        yield
+
+
+@contextlib.contextmanager
+def taking_turns(out: Path) -> Iterator[None]:
+    """Hold a lock that slices take for an instant each, one after the other.
+
+    Raises:
+        OutputError: another holds it for longer.
+    """
+    until = time.monotonic() + TURN_WITHIN_SEC
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(_held(lock_path(out, "turn"), out))
+                break
+            except OutputError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(TURN_LOOK_SEC)
+        yield
+
+
+def slices_at_work(out: Path, but: str = "") -> list[str]:
+    """Names of the slices whose processes live, less one."""
+    found = []
+    for path in sorted(out.parent.glob(f".{glob.escape(out.name)}.slice-*.lock")):
+        part = path.name.removeprefix(f".{out.name}.").removesuffix(".lock")
+        try:
+            check_free(path)
+        except OutputError:
+            found += [part] if part != but else []
+    return found
+
+
+@contextlib.contextmanager
+def _held(path: Path, out: Path) -> Iterator[None]:
     with writing(path):
         out.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _acquire(path)
@@ -42,13 +91,12 @@ def locked(out: Path) -> Iterator[None]:
         _release(path, descriptor)
 
 
-def check_free(out: Path) -> None:
-    """That nobody who lives holds the lock of an output folder, which is left as it is.
+def check_free(path: Path) -> None:
+    """That nobody who lives holds a lock, which is left as it is.
 
     Raises:
         OutputError: somebody does.
     """
-    path = out.parent / f".{out.name}.lock"
     with contextlib.suppress(FileNotFoundError, PermissionError):  # a place that cannot be written is told elsewhere
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

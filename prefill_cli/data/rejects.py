@@ -16,6 +16,7 @@ Reason = Literal[
     "out_of_memory",
     "null_vector",
     "bad_vector",
+    "worker_died",
 ]
 COLUMNS = ("source_file", "source_row", "reason", "detail")
 

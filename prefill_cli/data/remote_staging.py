@@ -15,19 +15,17 @@ import contextlib
 import hashlib
 import json
 import logging
-import tempfile
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from prefill_cli import storage
 from prefill_cli.data.disk import from_json, to_json
+from prefill_cli.data.drafts import UploadedDrafts, part_name
 from prefill_cli.data.inputs import Shard
 from prefill_cli.data.manifest import MANIFEST, SUCCESS, Fingerprint, is_manifest
 from prefill_cli.data.results import REJECTS_FOLDER
-from prefill_cli.data.staging import Outlook, Receipt, check_replaceable, part_name, refuse_unless
+from prefill_cli.data.staging import Outlook, Receipt, check_replaceable, refuse_unless
 from prefill_cli.errors import OutputError
 from prefill_cli.places import Place, Uri, beside, is_uri
 
@@ -74,7 +72,7 @@ class RemoteStaging:
         self.out = out
         self._run_id = ""
         self._sizes: dict[str, int] = {}  # of the files in the run folder, as far as this process knows
-        self._scratch = tempfile.TemporaryDirectory(prefix="prefill-score-", ignore_cleanup_errors=True)
+        self._receipts: dict[int, Receipt] = {}
 
     @property
     def result(self) -> Uri:
@@ -85,11 +83,13 @@ class RemoteStaging:
         found: Uri = beside(self.out, RUNS, run_id, *names)
         return found
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    @property
+    def drafts(self) -> UploadedDrafts:
+        return UploadedDrafts(self.result)
+
+    def locked(self) -> contextlib.AbstractContextManager[None]:
         """No lock is needed; see above."""
-        with self._scratch:
-            yield
+        return contextlib.nullcontext()
 
     def totals(self) -> dict[str, Any]:
         """Of the published result."""
@@ -97,14 +97,34 @@ class RemoteStaging:
             found: dict[str, Any] = (self._manifest(current_run(self.out) or "") or {})["totals"]
         return found
 
-    def begin(self, fingerprint: Fingerprint, choices: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
+    def begin(
+        self, fingerprint: Fingerprint, choices: dict[str, Any], overwrite: bool, command: dict[str, Any] | None = None
+    ) -> dict[str, Any] | None:
         """See Staging.begin."""
         with storage.reaching(self.out, OutputError):
-            return self._begin(fingerprint, choices, overwrite)
+            return self._begin(fingerprint, choices, overwrite, command or {})
+
+    def command(self) -> dict[str, Any] | None:
+        """Of the run that did not end. See Staging.command.
+
+        Raises:
+            OutputError: there are several.
+        """
+        with storage.reaching(self.out, OutputError):
+            files = storage.listing(self.out)
+            names = [name for name in files if name.startswith(f"{RUNS}/") and name.endswith(f"/{RUN}")]
+            left = [name for name in names if name.removesuffix(RUN) + SUCCESS not in files]
+            if len(left) > 1:
+                raise OutputError(
+                    f"{beside(self.out, RUNS)}: there are leftovers of {len(left)} runs; give the command itself"
+                )
+            run = _read_json(beside(self.out, *left[0].split("/"))) if left else None
+        found: dict[str, Any] | None = (run or {}).get("command")
+        return found
 
     def outlook(self, fingerprint: Fingerprint, overwrite: bool) -> Outlook:
         """See Staging.outlook. The last that this object is asked, but for receipts."""
-        with self._scratch, storage.reaching(self.out, OutputError):
+        with storage.reaching(self.out, OutputError):
             files, _, published = self._look(fingerprint, overwrite)
             if fingerprint in (published, self._finished(self._run_id, files)):
                 return Outlook("unchanged")
@@ -132,7 +152,9 @@ class RemoteStaging:
             check_replaceable(self.out, overwrite, published, fingerprint)
         return files, current, published
 
-    def _begin(self, fingerprint: Fingerprint, choices: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
+    def _begin(
+        self, fingerprint: Fingerprint, choices: dict[str, Any], overwrite: bool, command: dict[str, Any]
+    ) -> dict[str, Any] | None:
         files, current, published = self._look(fingerprint, overwrite)
         if published == fingerprint:
             return None
@@ -143,7 +165,7 @@ class RemoteStaging:
             return None
         run = self._own_run(fingerprint)
         if run is None:
-            run = {"fingerprint": fingerprint, "choices": choices}
+            run = {"fingerprint": fingerprint, "choices": choices, "command": command}
             self._write_json(RUN, run)
         self._know(files)
         kept: dict[str, Any] = run["choices"]
@@ -204,40 +226,24 @@ class RemoteStaging:
             if current_run(self.out) != self._run_id:
                 storage.delete_folder(self.result)
 
-    def part(self, shard: Shard) -> Path:
-        return Path(self._scratch.name) / part_name(shard)
-
-    def rejects(self, shard: Shard) -> Path:
-        return Path(self._scratch.name) / REJECTS_FOLDER / part_name(shard)
-
     def commit(self, shard: Shard, receipt: Receipt) -> None:
-        """Upload a shard's files, then the receipt that says so."""
+        """Write the receipt of a shard whose files were delivered."""
         with storage.reaching(self.out, OutputError):
-            self._commit(shard, receipt)
-
-    def _commit(self, shard: Shard, receipt: Receipt) -> None:
-        sizes: Receipt = {}
-        for name, path in (("part_bytes", self.part(shard)), ("rejects_bytes", self.rejects(shard))):
-            inside = path.relative_to(self._scratch.name).as_posix()
-            sizes[name] = None
-            if path.exists():
-                sizes[name] = path.stat().st_size
-                storage.upload(path, self._of_run(self._run_id, inside))
-                path.unlink()
-                self._sizes[inside] = sizes[name]
-            elif inside in self._sizes:  # of an attempt that had rejects, with another limit
-                storage.delete(self._of_run(self._run_id, inside))
-                del self._sizes[inside]
-        self._receipts[shard.index] = {"shard": shard.index, **sizes, **receipt}
-        self._write_json(f"{RECEIPTS}/{shard.index:05d}.json", self._receipts[shard.index])
+            for what, inside in _files_of(shard).items():
+                if receipt[what] is not None:
+                    self._sizes[inside] = receipt[what]
+                elif inside in self._sizes:  # of an attempt that was not committed
+                    storage.delete(self._of_run(self._run_id, inside))
+                    del self._sizes[inside]
+            self._receipts[shard.index] = {"shard": shard.index, **receipt}
+            self._write_json(f"{RECEIPTS}/{shard.index:05d}.json", self._receipts[shard.index])
 
     def receipt(self, shard: Shard) -> Receipt | None:
         """The receipt of a shard that is done, or None."""
         receipt = self._receipts.get(shard.index)
         if receipt is None:
             return None
-        names = {"part_bytes": part_name(shard), "rejects_bytes": f"{REJECTS_FOLDER}/{part_name(shard)}"}
-        sizes = {what: self._sizes.get(name) for what, name in names.items()}
+        sizes = {what: self._sizes.get(inside) for what, inside in _files_of(shard).items()}
         return receipt if sizes.items() <= receipt.items() else None
 
     def publish(self, manifest: dict[str, Any]) -> None:
@@ -278,6 +284,11 @@ class RemoteStaging:
 
     def _write_json(self, name: str, value: dict[str, Any]) -> None:
         storage.write(self._of_run(self._run_id, name), to_json(value))
+
+
+def _files_of(shard: Shard) -> dict[str, str]:
+    """Names inside the run folder, by how a receipt calls their sizes."""
+    return {"part_bytes": part_name(shard), "rejects_bytes": f"{REJECTS_FOLDER}/{part_name(shard)}"}
 
 
 def _read_json(uri: Uri) -> dict[str, Any] | None:

@@ -1,8 +1,9 @@
 """Where a result is before it is one: a lock, a folder beside the output, receipts, and the exchange at the end.
 
-    .OUT.lock             held by the living run (locks.py)
+    .OUT.lock             held by the living run (locks.py); a slice of it (--shard-of) holds .OUT.slice-3-of-16.lock
     .OUT.staging/
-        run.json          fingerprint and the choices a resume has to repeat
+        run.json          fingerprint, the choices a resume has to repeat, and the command (for `finish`)
+        drafts/           a folder for each start: files of shards that are under way
         receipts/00007.json   shard 7 is whole and on disk; written last of its shard
         result/           becomes OUT
         previous/         OUT for an instant, only where the system cannot exchange two folders at once
@@ -18,6 +19,7 @@ import fnmatch
 import glob
 import os
 import re
+import secrets
 import shutil
 import sys
 from collections.abc import Callable
@@ -27,8 +29,9 @@ from typing import Any, Literal
 
 from prefill_cli.config import RunConfig, option
 from prefill_cli.data.disk import check_writable, read_json, sync_folder, write_json, writing
+from prefill_cli.data.drafts import FolderDrafts, Sizes, part_name, sizes_of
 from prefill_cli.data.inputs import Shard
-from prefill_cli.data.locks import check_free, locked
+from prefill_cli.data.locks import check_free, lock_path, locked, slices_at_work, taking_turns
 from prefill_cli.data.manifest import MANIFEST, SUCCESS, Fingerprint, differences, is_finished, read_manifest
 from prefill_cli.data.results import REJECTS_FOLDER
 from prefill_cli.errors import OutputError, UsageError
@@ -96,32 +99,50 @@ class Outlook:
 
 
 class Staging:
-    """The way from shards to a published folder OUT. Use inside `locked`."""
+    """The way from shards to a published folder OUT. Use inside `locked`.
 
-    def __init__(self, out: Path) -> None:
+    part: the name of a slice of the run, several of which are at work at once and none of which publishes.
+    """
+
+    def __init__(self, out: Path, part: str = "") -> None:
         self.out = out
         self.folder = out.parent / f".{out.name}.staging"
         self.result = self.folder / "result"
+        self._part = part
         self._receipts = self.folder / "receipts"
         self._previous = self.folder / "previous"
+        self._drafts = self.folder / "drafts"
+        # Workers of a start that was killed may live a little longer; what they write is found by nobody.
+        self.drafts = FolderDrafts(self._drafts / f"{part or 'whole'}.{secrets.token_hex(4)}")
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         """See the function."""
-        return locked(self.out)
+        return locked(self.out, self._part)
 
     def totals(self) -> dict[str, Any]:
         """Of the published result."""
         found: dict[str, Any] = (read_manifest(self.out) or {})["totals"]
         return found
 
-    def begin(self, fingerprint: Fingerprint, choices: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
+    def begin(
+        self, fingerprint: Fingerprint, choices: dict[str, Any], overwrite: bool, command: dict[str, Any] | None = None
+    ) -> dict[str, Any] | None:
         """Take up leftovers of the same run or start anew; returns the choices to run with, None if nothing is left to do.
 
-        `choices` are those that a resume must repeat (the token budget); what the first start chose is returned.
+        `choices` are those that a resume must repeat (the token budget); what the first start chose is returned. command:
+        kept for `finish`.
 
         Raises:
             OutputError: OUT is not ours, or holds (or was to hold) the result of another run and `overwrite` is not given.
         """
+        if not self._part:
+            return self._begin(fingerprint, choices, overwrite, command or {})
+        with taking_turns(self.out):
+            return self._begin(fingerprint, choices, overwrite, command or {})
+
+    def _begin(
+        self, fingerprint: Fingerprint, choices: dict[str, Any], overwrite: bool, command: dict[str, Any]
+    ) -> dict[str, Any] | None:
         if self._previous.exists() and not self.out.exists():  # killed between the two renames
             with writing(self.out):
                 self._previous.rename(self.out)
@@ -133,7 +154,12 @@ class Staging:
                 self.folder.rmdir()
             return None
         self._check_place(fingerprint, overwrite)
-        return self._take_up(run, fingerprint, choices, overwrite)
+        return self._take_up(run, {"fingerprint": fingerprint, "choices": choices, "command": command}, overwrite)
+
+    def command(self) -> dict[str, Any] | None:
+        """What the leftovers are to become, as `begin` was told; None where there are none."""
+        found: dict[str, Any] | None = (self._run() or {}).get("command")
+        return found
 
     def outlook(self, fingerprint: Fingerprint, overwrite: bool) -> Outlook:
         """What `begin` would come to; nothing is touched.
@@ -142,7 +168,7 @@ class Staging:
             OutputError: what `begin` would raise.
         """
         check_writable(self.out.parent)
-        check_free(self.out)
+        check_free(lock_path(self.out))
         here = self.out if self.out.exists() else self._previous
         if is_finished(here) and (read_manifest(here) or {}).get("fingerprint") == fingerprint:
             return Outlook("unchanged")
@@ -182,22 +208,26 @@ class Staging:
         if self.out.exists() and not self.out.is_dir():
             raise OutputError(f"{self.out}: there is a file of that name; name another --output")
 
-    def _take_up(
-        self, run: dict[str, Any] | None, fingerprint: Fingerprint, choices: dict[str, Any], overwrite: bool
-    ) -> dict[str, Any]:
+    def _take_up(self, run: dict[str, Any] | None, new: dict[str, Any], overwrite: bool) -> dict[str, Any]:
         """The staging folder, with what an earlier start of the same run left in it or empty; returns the choices."""
-        if not self._is_own(run, fingerprint, overwrite):
+        if not self._is_own(run, new["fingerprint"], overwrite):
             if self.folder.exists():
+                if others := slices_at_work(self.out, self._part):
+                    raise OutputError(f"{self.folder}: {', '.join(others)} of another run are being done; wait for them")
                 self.discard()
             run = None
         with writing(self.folder):
             self.folder.mkdir(exist_ok=True)
             if run is None:
-                run = {"fingerprint": fingerprint, "choices": choices}
+                run = new
                 write_json(self.folder / "run.json", run)
             self._receipts.mkdir(exist_ok=True)
             self.result.mkdir(exist_ok=True)
-            for torn in self.folder.rglob(".*.tmp"):
+            self._drafts.mkdir(exist_ok=True)
+            for left in self._drafts.glob(f"{self._part}.*" if self._part else "*"):
+                shutil.rmtree(left, ignore_errors=True)
+            self.drafts.folder.mkdir()
+            for torn in self.folder.rglob(".*.tmp") if not self._part else ():  # another slice may be writing one
                 torn.unlink()
         kept: dict[str, Any] = run["choices"]
         return kept
@@ -221,7 +251,7 @@ class Staging:
 
     def _check_unnamed(self, overwrite: bool) -> None:
         """That a staging folder without a readable run.json may be removed."""
-        ours = {"run.json", *(p.name for p in (self._receipts, self.result, self._previous))}
+        ours = {"run.json", *(p.name for p in (self._receipts, self.result, self._previous, self._drafts))}
         if not self.folder.is_dir() or any(p.name not in ours and p.suffix != ".tmp" for p in self.folder.iterdir()):
             raise OutputError(f"{self.folder}: not a staging folder of prefill-score, but in its place; move it away")
         if self.has_receipts() and not overwrite:
@@ -236,7 +266,7 @@ class Staging:
         if not self.folder.exists():
             return
         with writing(self.folder):
-            for part in (self._receipts, self.result, self._previous):
+            for part in (self._receipts, self._drafts, self.result, self._previous):
                 shutil.rmtree(part, ignore_errors=not part.exists())
             (self.folder / "run.json").unlink(missing_ok=True)
             shutil.rmtree(self.folder)
@@ -248,25 +278,21 @@ class Staging:
         return self.result / REJECTS_FOLDER / part_name(shard)
 
     def commit(self, shard: Shard, receipt: Receipt) -> None:
-        """Declare a shard done: its files are on disk under their names, then the receipt says so."""
-        for folder in {self.part(shard).parent, self.rejects(shard).parent}:
-            if folder.exists():
-                sync_folder(folder)
-        sizes = self._sizes(shard)
-        if sizes["part_bytes"] is None:
+        """Declare a shard done: its files come from the drafts to their places on disk, then the receipt says so."""
+        _move(self.drafts.part(shard), self.part(shard), receipt["part_bytes"])
+        _move(self.drafts.rejects(shard), self.rejects(shard), receipt["rejects_bytes"])
+        if not self._sizes(shard).items() <= receipt.items():
             raise OutputError(f"{self.part(shard)}: gone or changed under the run; give the same command again")
-        receipt = {"shard": shard.index, **sizes, **receipt}
-        write_json(self._receipts / f"{shard.index:05d}.json", receipt)
+        write_json(self._receipts / f"{shard.index:05d}.json", {"shard": shard.index, **receipt})
 
     def receipt(self, shard: Shard) -> Receipt | None:
         """The receipt of a shard that is done, or None."""
         receipt = read_json(self._receipts / f"{shard.index:05d}.json")
         return receipt if receipt and self._sizes(shard).items() <= receipt.items() else None
 
-    def _sizes(self, shard: Shard) -> Receipt:
+    def _sizes(self, shard: Shard) -> Sizes:
         """What the files of a shard that is done must still be."""
-        files = {"part_bytes": self.part(shard), "rejects_bytes": self.rejects(shard)}
-        return {name: file.stat().st_size if file.exists() else None for name, file in files.items()}
+        return sizes_of(self.part(shard), self.rejects(shard))
 
     def _check_done(self, manifest: dict[str, Any]) -> None:
         """That every shard's files are still what its receipt says."""
@@ -299,6 +325,18 @@ class Staging:
         self.discard()
 
 
+def _move(draft: Path, final: Path, size: int | None) -> None:
+    """A file of a shard to its place, for good. size: None where there is none."""
+    with writing(final):
+        if size is None:  # an attempt that was not committed may have had one
+            final.unlink(missing_ok=True)
+            return
+        final.parent.mkdir(exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # which its size tells
+            draft.replace(final)
+        sync_folder(final.parent)
+
+
 def _foreign_file(folder: Path) -> str | None:
     """One file in a result that no run writes; those with a dot belong to systems and editors."""
     for path in sorted(folder.rglob("*")):
@@ -307,10 +345,6 @@ def _foreign_file(folder: Path) -> str | None:
         if not (hidden or path.is_dir() or OUR_FILES.fullmatch(name.as_posix())):
             return str(name)
     return None
-
-
-def part_name(shard: Shard) -> str:
-    return f"part-{shard.index:05d}.parquet"
 
 
 def check_replaceable(out: Place, overwrite: bool, old: Fingerprint, new: Fingerprint) -> None:

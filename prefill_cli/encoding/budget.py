@@ -22,7 +22,12 @@ NOISE = 0.05
 
 
 def auto_batch_tokens(hidden_size: int, dtype: str, device: str) -> int:
-    """The largest budget in question whose states fit the last cache, and a quarter of the free memory, for all lanes."""
+    """The largest budget in question whose states fit the last cache, and a quarter of the free memory, for all lanes.
+
+    The smallest, for a GPU that another machine has.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        return CHUNK[device]
     return affordable(hidden_size, dtype, device, cache_bytes() if device == "cpu" else free_memory(device))[-1]
 
 

@@ -177,8 +177,8 @@ def quiet_transformers() -> None:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def choose_device(requested: str) -> str:
-    """'cpu', 'cuda', 'cuda:1' or 'mps'.
+def choose_device(requested: str, *, elsewhere: bool = False) -> str:
+    """'cpu', 'cuda', 'cuda:1' or 'mps'. elsewhere: a GPU that is asked for by name may be another machine's.
 
     Raises:
         UsageError: the requested one is not there.
@@ -189,15 +189,25 @@ def choose_device(requested: str) -> str:
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if requested == "auto":
         return next(name for name, available in there.items() if available)
+    if elsewhere and requested == "cuda":
+        return requested
     if not there[kind] or (":" in requested and int(requested[5:]) >= torch.cuda.device_count()):
         raise UsageError(f"--device {requested}: this machine has no such device that torch can use")
     return requested
 
 
-def choose_dtype(requested: str, device: str) -> str:
-    """'auto' → bfloat16 where the hardware multiplies it natively, else float32."""
+def choose_dtype(requested: str, device: str, *, elsewhere: bool = False) -> str:
+    """'auto' → bfloat16 where the hardware multiplies it natively, else float32. elsewhere: see choose_device.
+
+    Raises:
+        UsageError: 'auto' for a GPU that this machine does not have.
+    """
     import torch
 
+    if elsewhere and device == "cuda" and not torch.cuda.is_available():
+        if requested == "auto":
+            raise UsageError("--device cuda: this machine has no GPU to look at, so give --dtype, bfloat16 or float32")
+        return requested
     if device.startswith("cuda"):
         native = torch.cuda.get_device_capability(torch.device(device)) >= (8, 0)
     else:
@@ -215,6 +225,7 @@ def load_base_model(folder: ModelFolder, device: str, dtype: str, trust_remote_c
     Raises:
         ModelError: a tensor is missing, superfluous or ill-shaped; not enough memory.
     """
+    quiet_transformers()
     import torch
     from transformers import AutoModel
 

@@ -9,7 +9,8 @@ from prefill_cli.data.inputs import Shard
 from prefill_cli.data.staging import Receipt
 from prefill_cli.job import Job
 from prefill_cli.machine import use_all_threads
-from prefill_cli.pipeline import Progress, Worker
+from prefill_cli.pipeline import Progress
+from prefill_cli.worker import Worker
 
 T = TypeVar("T")
 

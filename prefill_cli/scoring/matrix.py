@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefill_cli.machine import free_memory
-from prefill_cli.matrices import FileRows, Rows, to_float32
+from prefill_cli.matrices import FileRows, Rows, map_again, mapped_from, to_float32
 
 BLOCK_ROWS = 65_536
 SHARE_OF_MEMORY = 0.25  # that a float32 copy may take, where the source is not float32 or is scaled
@@ -28,6 +28,13 @@ class Matrix:
     width: int
     kept: npt.NDArray[np.int64] | None = None
     lengths: npt.NDArray[np.float64] | None = None  # [N]
+
+    def __reduce__(self) -> Any:
+        """A mapped file goes to another process by its name."""
+        again = mapped_from(self.source)
+        if again is None:
+            return Matrix, (self.source, self.width, self.kept, self.lengths)
+        return _mapped_matrix, (again, self.width, self.kept, self.lengths)
 
     def __len__(self) -> int:
         return len(self.source) if self.kept is None else len(self.kept)
@@ -70,6 +77,10 @@ class Matrix:
         if self.lengths is not None:
             vectors = (vectors / self.lengths[rows, None]).astype(np.float32)
         return np.ascontiguousarray(vectors)
+
+
+def _mapped_matrix(again: tuple[Any, ...], *rest: Any) -> Matrix:
+    return Matrix(map_again(*again), *rest)
 
 
 def _take(source: Rows, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
