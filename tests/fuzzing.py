@@ -266,9 +266,7 @@ class Kinds:
             ({"items": file}, (4,)), ({"inputs": (str(file),), "vector_column": "embedding"}, (3, 4)),
             ({"head": file, "score": r.choice(["mlp", "dot"])}, (4,)),
         ])  # fmt: skip
-        return Target(
-            file, lambda: self.all_counted(self.config(**options), "search"), (*codes, 7), exact=False, odd=True
-        )
+        return Target(file, lambda: self.all_counted(self.config(**options), "search"), (*codes, 7), exact=False, odd=True)
 
     # --- how it is read ------------------------------------------------------------------------------------------------
 
