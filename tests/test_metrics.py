@@ -269,7 +269,9 @@ def test_a_process_that_a_long_batch_keeps_tells_before_it_is_ended(line):
         "from prefill_cli import cli, pipeline, signals\n"
         "def run(*_):\n"
         "    with ThreadPoolExecutor(1) as pool:\n"
-        "        pool.submit(lambda: (print('ready', file=sys.stderr, flush=True), time.sleep(100))).result()\n"
+        # Ready a little later: before submit has come back, the pool does not know its thread and would not wait for it.
+        "        batch = lambda: (time.sleep(0.3), print('ready', file=sys.stderr, flush=True), time.sleep(100))\n"
+        "        pool.submit(batch).result()\n"
         "signals.STOP_WITHIN_SEC = 0.2; pipeline.run = run; cli.main()"
     )
     process = subprocess.Popen([sys.executable, "-c", code, *line], stderr=subprocess.PIPE, text=True)
