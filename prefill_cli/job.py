@@ -130,14 +130,10 @@ class Job:
     def shards(self) -> list[Shard]:
         return self.plan.shards(self.config.shard_rows)
 
-    @property
-    def slice(self) -> tuple[int, int] | None:
-        return self.config.slice
-
     @cached_property
     def own_shards(self) -> list[Shard]:
         """Those that this run does: all, or every n-th."""
-        number, of = self.slice or (0, 1)
+        number, of = self.config.slice or (0, 1)
         return self.shards[number::of]
 
 

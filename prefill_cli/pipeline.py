@@ -58,7 +58,10 @@ def run(config: RunConfig, engine: Engine, progress: Progress, kind: str = "run"
             log.info("%s holds this very result already; nothing to do", staging.out)
             return staging.totals() | {"status": "unchanged", "output": str(staging.out)}
         job = replace(job, **choices)
-        receipts = {shard: receipt for shard in job.own_shards if (receipt := staging.receipt(shard))}
+        found = {shard: receipt for shard in job.own_shards if (receipt := staging.receipt(shard))}
+        # A shard that was given up is tried again, unless by `finish`, which does nothing.
+        as_it_is = engine is _none_missing
+        receipts = {shard: kept for shard, kept in found.items() if as_it_is or "worker_died" not in kept["reasons"]}
         expectation = None if receipts else expected.find(fingerprint, job.pace)  # of a run that does everything itself
         if receipts:
             budget = next(iter(receipts.values())).get("max_batch_tokens", job.max_batch_tokens)
@@ -67,13 +70,13 @@ def run(config: RunConfig, engine: Engine, progress: Progress, kind: str = "run"
         try:
             _do_missing(job, engine, progress, receipts, began)
         except BaseException:
-            if not staging.has_receipts() and not job.slice:  # nothing to take up, so nothing to leave
+            if not staging.has_receipts() and not config.slice:  # nothing to take up, so nothing to leave
                 with contextlib.suppress(OutputError):  # what ended the run is told, not that its leftovers resist
                     staging.discard()
             raise
         in_order = [receipts[shard] for shard in job.own_shards]
         totals = totals_of(job, in_order, time.perf_counter() - began)
-        if job.slice:
+        if config.slice:
             missing = sum(staging.receipt(shard) is None for shard in job.shards)
             return totals | {"status": "slice done", "slice": config.shard_of, "missing_shards": missing}
         staging.publish(manifest_of(job, fingerprint, in_order, totals, expectation))

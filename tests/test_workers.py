@@ -279,6 +279,20 @@ def test_rows_of_a_shard_that_kills_every_worker_are_rejected(job, killer):
     }
 
 
+def test_a_shard_that_was_given_up_is_tried_again_by_the_same_command(job, killer):
+    killer.write_text("2")
+    with pytest.raises(TooManyRejectsError):
+        job.run(shard_rows=6, workers="2")
+    with pytest.raises(TooManyRejectsError):
+        pipeline.finish(job.out, Watcher())
+    killer.unlink()
+    totals = job.run(shard_rows=6)
+    assert (totals["rows_out"], totals["rejects"]) == (30, 0)
+    alone = job.out.with_name("alone")
+    job.run(shard_rows=6, output=alone)
+    assert parts(job.out) == parts(alone)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_process_outlives_a_run_however_it_ends_and_the_same_command_goes_on(job, number, tmp_path):
     inputs = write_prompts(tmp_path / "many" / "p.parquet", random_prompts(400))
