@@ -216,6 +216,7 @@ def _expected_rows(expected: dict[str, Any] | None) -> dict[str, str]:
     }
 
 
+SMALL_SHARD_ROWS = 256  # shards of fewer rows tell too slow a pace: of 32 rows 1.31 times what 250 took (docs/scale.md)
 SCALE_COLUMNS = ("prompts", "workers", "shards", "hours", "95 %", "busy", "idle", "cost", "requests", "advised")
 
 
@@ -248,6 +249,11 @@ def print_scale(told: dict[str, Any], as_json: bool) -> None:
 def _scale_notes(told: dict[str, Any]) -> list[str]:
     """What somebody should know who plans with these figures."""
     notes, size = [], told["shard_rows"]
+    if (measured := told["worker"]["shard_rows"]) < min(SMALL_SHARD_ROWS, size / 2):
+        notes.append(
+            f"measured in shards of {measured} rows: larger ones share more and fill batches better, so this is too slow; "
+            "measure with the --shard-rows that the run will have"
+        )
     for row in told["forecasts"]:
         where = f"{_spelled(row['prompts'])} prompts on {row['workers']:,} workers"
         if (advised := row["advised_shard_rows"]) != size:

@@ -87,7 +87,7 @@ def _children(parent: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """With workers that die at the shard that a file names, as in test_workers."""
+    """With workers that die at the shard that a file names, or take their time, as in test_workers."""
     folder = tmp_path_factory.mktemp("cluster")
     (folder / "sitecustomize.py").write_text(KILLER)
     paths = [str(folder), str(PROJECT), os.environ.get("PYTHONPATH", "")]
@@ -139,8 +139,19 @@ def test_two_nodes_give_the_same_bytes(big, cluster):
 
 
 @pytest.fixture
-def times(thorough):
-    return 10 if thorough else 1
+def times(thorough, cluster):
+    """How often; of several times shards take longer, so that some of the moments are in the midst of them."""
+    if thorough:
+        cluster.kill.write_text("pause 0.7")
+    yield 10 if thorough else 1
+    cluster.kill.unlink(missing_ok=True)
+
+
+def any_moment(big, run: subprocess.Popen[str], seed: int) -> None:
+    """From the beginning of workers on, or (every other time) while shards are done."""
+    if seed % 2:
+        begun(big, run)
+    time.sleep(random.Random(seed).uniform(0, 2 if seed % 2 else 6))
 
 
 def receipts(big) -> list[Path]:
@@ -156,7 +167,7 @@ def test_an_actor_that_is_killed_at_any_moment_changes_nothing(big, cluster, tim
     for seed in range(times):
         run = start([*big.line, *on(cluster, "--overwrite")])
         workers = wait_for(cluster.workers)
-        time.sleep(random.Random(seed).uniform(0, 6))
+        any_moment(big, run, seed)
         for pid in workers[:1]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -169,7 +180,7 @@ def test_a_node_that_goes_at_any_moment_changes_nothing(big, cluster, times):
     for seed in range(times):
         run = start([*big.line, *on(cluster, "--overwrite")])
         wait_for(cluster.workers)
-        time.sleep(random.Random(seed).uniform(0, 6))
+        any_moment(big, run, seed)
         cluster.kill_node()
         cluster.another()
         end(run)
@@ -181,7 +192,7 @@ def test_a_driver_that_is_killed_at_any_moment_is_started_again_and_ends(big, cl
     for seed in range(times):
         run = start([*big.line, *on(cluster, "--overwrite")])
         begun(big, run)
-        time.sleep(random.Random(seed).uniform(0, 1))
+        time.sleep(random.Random(seed).uniform(0, 2))
         run.kill()
         run.communicate()
         wait_for(lambda: not cluster.workers())

@@ -88,6 +88,18 @@ def test_every_shard_is_answered_once_and_progress_adds_up():
     assert watcher.rows == 60
 
 
+def test_batches_that_are_heard_of_after_the_answer_do_not_count_again():
+    actors = Play()
+    events = actors.events
+
+    def late() -> list[crew.Event]:
+        found = events()
+        return sorted(found, key=lambda event: isinstance(event, crew.Batch))
+
+    actors.events = late
+    assert play(actors)[1].rows == 60
+
+
 def test_work_is_shared_evenly_at_the_end():
     """Four shards and two workers of which one comes late: nobody holds what another could do."""
     actors = Play()
@@ -231,13 +243,15 @@ def test_an_error_in_a_process_ends_the_run_as_it_does_in_this_one(job, tmp_path
 # Imported by every Python that starts with its folder on PYTHONPATH. Workers kill themselves at the shard whose number the
 # file TEST_KILL holds; "once" after it: one of them does, and the file goes.
 KILLER = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 if any(word in " ".join(sys.orig_argv) for word in ("spawn_main", "default_worker")):
     import prefill_cli.worker as w
     real, file = w.Worker.do, Path(os.environ.get("TEST_KILL", "none"))
     def do(self, shard, on_batch):
         found = file.read_text().split() if file.exists() else []
+        if found[:1] == ["pause"]:
+            time.sleep(float(found[1]))
         if found[:1] == [str(shard.index)]:
             if found[1:] == ["once"]:
                 file.unlink()

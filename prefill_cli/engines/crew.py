@@ -122,8 +122,12 @@ class _Watched:
     progress: Progress
     told: Counter[Shard] = field(default_factory=Counter)  # rows
     now: Counter[Shard] = field(default_factory=Counter)
+    ended: set[Shard] = field(default_factory=set)
 
     def batch(self, event: Batch) -> None:
+        if event.shard in self.ended:  # an actor's batches may be heard of after its answer, which told the rows
+            self.progress.advance(0, event.tokens)
+            return
         self.now[event.shard] += event.rows
         more = max(0, self.now[event.shard] - self.told[event.shard])
         self.told[event.shard] += more
@@ -133,6 +137,7 @@ class _Watched:
         del self.now[shard]
 
     def done(self, shard: Shard) -> None:
+        self.ended.add(shard)
         self.progress.advance(shard.rows - self.told.pop(shard, 0), 0)
 
 

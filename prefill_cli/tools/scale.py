@@ -103,7 +103,8 @@ def _answer(question: Question, found: Measured, shard_rows: int | None) -> dict
         )
     at_work = question.cores or found.threads
     return {
-        "worker": {"as": found.source, "device": found.device, "dtype": found.dtype, "threads": at_work},
+        "worker": {"as": found.source, "device": found.device, "dtype": found.dtype, "threads": at_work,
+                   "shard_rows": found.most_rows},
         "shard_rows": size,
         "figures": _figures(question, found, pace),
         "forecasts": [

@@ -33,7 +33,8 @@ class Measured:
     threads: int
     device: str
     dtype: str
-    shard_rows: int
+    shard_rows: int  # as the run was asked for
+    most_rows: int  # of a shard that was measured
     layout: Layout
     source: str
     launched: bool  # whether its workers were processes of their own, whose launch is in what the run took beside them
@@ -70,6 +71,7 @@ def of_run(output: Path) -> Measured:
         str(totals["device"]),
         str(totals["dtype"]),
         int(options["shard_rows"]),
+        max(shards["rows"]),
         layout,
         str(output),
         workers > 1 or options.get("engine", "local") != "local",
@@ -134,6 +136,7 @@ def of_probe(config: RunConfig, told: Mapping[str, Any]) -> Measured:
         threads(),
         told["device"],
         told["dtype"],
+        config.shard_rows,
         config.shard_rows,
         layout,
         "a probe",
