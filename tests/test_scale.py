@@ -449,11 +449,12 @@ def test_shards_that_would_be_given_up_and_rows_that_are_read_often_are_told(tmp
 
 def test_a_run_in_small_shards_is_said_to_tell_too_slow_a_pace(tmp_path, monkeypatch, capsys):
     folder = write_run(tmp_path / "run")
-    monkeypatch.setattr(views, "on_terminal", lambda _: True)
     for shard_rows, said in ((16_384, True), (200, False)):
         told = told_of("--measured", folder, "--nodes", "1", "--prompts", "2K", "--shard-rows", shard_rows)
         assert told["worker"]["shard_rows"] == 100
-        views.print_scale(told, as_json=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(views, "on_terminal", lambda _: True)
+            views.print_scale(told, as_json=False)
         assert ("measured in shards of 100 rows: larger ones share more" in capsys.readouterr().out) == said
 
 
