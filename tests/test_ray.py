@@ -140,9 +140,9 @@ def test_two_nodes_give_the_same_bytes(big, cluster):
 
 @pytest.fixture
 def times(thorough, cluster):
-    """How often; of several times shards take longer, so that some of the moments are in the midst of them."""
+    """How often; of several times shards take longer, so that a moment after the first is in the midst of others."""
     if thorough:
-        cluster.kill.write_text("pause 0.7")
+        cluster.kill.write_text("pause 1.5")
     yield 10 if thorough else 1
     cluster.kill.unlink(missing_ok=True)
 
