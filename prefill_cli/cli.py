@@ -226,7 +226,7 @@ def _run(config_file: Path | None, given: dict[str, Any], kind: str, needs: tupl
             from prefill_cli.engines import engine_of
 
             engine = engine_of(settings)
-            with console.Progress(messages, settings.quiet) as progress:
+            with signals.as_heard(), console.Progress(messages, settings.quiet) as progress:
                 totals = pipeline.run(settings, engine, progress, kind)
             views.print_summary(totals, settings.json)
             report.succeed(totals)

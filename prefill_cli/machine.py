@@ -18,7 +18,7 @@ from pathlib import Path
 from prefill_cli.errors import PrefillScoreError, first_line
 
 log = logging.getLogger(__name__)
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC")
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-Wno-psabi")
 CACHES = "/sys/devices/system/cpu/cpu0/cache"
 MEMINFO = "/proc/meminfo"
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from prefill_cli import console, machine
@@ -17,6 +17,7 @@ from prefill_cli.errors import Interrupted, TimeLimitError
 
 STOP_WITHIN_SEC, LAST_WORDS_SEC = 9.0, 0.7  # from the first signal on; for last_words, where that was not enough
 EXIT_CODES: dict[int, int] = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGALRM: TimeLimitError().exit_code}
+heard: list[Interrupted] = []  # what the first signal raised
 last_words: list[Callable[[int], None]] = []  # who wants to know the exit code of a process that does not end by itself
 
 
@@ -50,6 +51,17 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
+@contextlib.contextmanager
+def as_heard() -> Iterator[None]:
+    """In Ray's calls a KeyboardInterrupt of its own stands in place of what a handler raised; here it is that again."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if isinstance(error, Interrupted) or not heard:
+            raise
+        raise heard[0] from None
+
+
 def stop(signum: int, _: FrameType | None) -> None:
     raise TimeLimitError if signum == signal.SIGALRM else Interrupted(signum)
 
@@ -58,7 +70,11 @@ def _stop_once(signum: int, frame: FrameType | None) -> None:
     """The first signal ends the run in order. Of the next ones, which find that under way, _end_in_time hears."""
     for number in EXIT_CODES:
         signal.signal(number, _stopping)
-    stop(signum, frame)
+    try:
+        stop(signum, frame)
+    except Interrupted as error:
+        heard.append(error)
+        raise
 
 
 def _stopping(*_: object) -> None:

@@ -16,8 +16,9 @@ import pytest
 from conftest import PROJECT, random_prompts, write_prompts
 from test_workers import KILLER, parts, wait_for
 
+from prefill_cli import signals
 from prefill_cli.engines import engine_of
-from prefill_cli.errors import UsageError
+from prefill_cli.errors import Interrupted, UsageError
 
 ROWS, SHARD_ROWS = 192, 12
 
@@ -235,6 +236,18 @@ def test_signals_end_a_run_in_order(big, cluster):
     run.terminate()
     assert "stopped by SIGTERM" in end(run, 143)["stderr"]
     wait_for(lambda: not cluster.workers())
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGALRM, 124)])
+def test_a_signal_in_a_call_of_rays_is_told_as_what_it_was(monkeypatch, signum, code):
+    """Ray raises a KeyboardInterrupt in place of what the handler raised."""
+    monkeypatch.setattr(signals, "heard", [])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(KeyboardInterrupt):
+        signals._stop_once(signum, None)
+    with pytest.raises(Interrupted) as told, signals.as_heard():
+        raise KeyboardInterrupt
+    assert told.value.exit_code == code
 
 
 def test_no_cluster_and_no_package_are_told(big, job, monkeypatch):

@@ -291,7 +291,11 @@ def test_budget_encoder_and_compiling_of_the_first_start_are_kept(job, tmp_path)
     }  # fmt: skip
     assert made["totals"]["encoder"] == "plain"
     job.run(shard_rows=7, max_batch_tokens=64, encoder="plain", output=tmp_path / "whole")
-    assert parts(job.out) == parts(tmp_path / "whole")
+    found, whole = (pq.read_table(sorted(folder.glob("*.parquet"))) for folder in (job.out, tmp_path / "whole"))
+    assert found["item_ids"] == whole["item_ids"]
+    # On a CPU without AVX-512 two plain runs of the same settings differ by rounding, up to 4.8e-6 here.
+    scores = [np.concatenate(table["scores"].to_pylist()) for table in (found, whole)]
+    np.testing.assert_allclose(*scores, atol=1e-5, rtol=1e-5)
 
 
 def test_a_resume_does_not_probe_again(job, monkeypatch):
